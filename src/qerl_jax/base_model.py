@@ -1,0 +1,73 @@
+"""A base model from its folder: frozen parameters, tokenizer, end tokens."""
+
+import dataclasses
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.data import end_token_ids, load_tokenizer
+from qerl_jax.models import DecoderConfig, decoder_config_from_hf
+from qerl_jax.models.hf import load_params, read_config
+from qerl_jax.protocols import Params
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """What is known of a model before its weights are read."""
+
+    path: Path
+    config: DecoderConfig
+    tokenizer: Any  # a Hugging Face tokenizer
+    end_ids: tuple[int, ...]
+    pad_id: int
+
+
+def model_path(name: str) -> Path:
+    """Return the folder of a model: "tiny" is the one inside the package."""
+    if name == TINY:
+        return Path(str(resources.files("qerl_jax"))) / "tiny_model"
+    return Path(name).expanduser()
+
+
+def open_model(
+    name: str, *, dtype: str, remat: bool = True, logits_chunk: int = 1024
+) -> ModelFolder:
+    """Read everything of a model but its weights.
+
+    Raises ValueError or FileNotFoundError naming the folder or the file at fault.
+    """
+    path = model_path(name)
+    config = dataclasses.replace(
+        decoder_config_from_hf(read_config(path)),
+        dtype=dtype,
+        remat=remat,
+        logits_chunk=logits_chunk,
+    )
+    tokenizer = load_tokenizer(path)
+    end_ids = end_token_ids(tokenizer, path)
+    pad_id = tokenizer.pad_token_id
+    return ModelFolder(
+        path=path,
+        config=config,
+        tokenizer=tokenizer,
+        end_ids=end_ids,
+        pad_id=end_ids[0] if pad_id is None else pad_id,
+    )
+
+
+def load_weights(folder: ModelFolder, *, quantize: bool, scale_rounding: str) -> Params:
+    """Read, and if asked quantize to NVFP4, the weights; tensor by tensor."""
+    return load_params(
+        folder.path, folder.config, quantize=quantize, round_to=jnp.dtype(scale_rounding)
+    )
+
+
+def count_bytes(params: Params) -> int:
+    """Bytes that the parameters take on the device."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

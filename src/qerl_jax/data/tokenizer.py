@@ -1,0 +1,73 @@
+"""What is needed of a Hugging Face tokenizer."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from qerl_jax.data.messages import first_line
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of a local folder; never asks the network.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: no tokenizer in it that transformers can read.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"model.path: no folder {folder}")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # from the file system, JSON, or the Rust library
+        raise ValueError(f"{folder}: no tokenizer can be read ({first_line(error)})") from error
+
+
+def end_token_ids(tokenizer: Any, source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a completion; several are allowed.
+
+    Args:
+        tokenizer: the last resort, its `eos_token_id`.
+        source: a model folder, where the `eos_token_id` of generation_config.json is taken, or
+            else that of config.json; or such a mapping itself.
+
+    Raises:
+        ValueError: an id that is no token id, or none in any of the three.
+    """
+    configs = [source] if isinstance(source, Mapping) else _configs(Path(source))
+    candidates = [config.get("eos_token_id") for config in configs]
+    for ids in (*candidates, tokenizer.eos_token_id):
+        listed = ids if isinstance(ids, list | tuple) else [ids]
+        found = [token for token in listed if token is not None]
+        for token in found:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError(f"eos_token_id: {ids} is not a token id or a list of them")
+        if found:
+            return tuple(dict.fromkeys(found))
+    where = "the given settings" if isinstance(source, Mapping) else source
+    raise ValueError(f"eos_token_id: none in {where} or the tokenizer, so no completion can end")
+
+
+def _configs(folder: Path) -> list[Mapping[str, Any]]:
+    configs = []
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{path}: not valid JSON ({error})") from None
+            if not isinstance(config, Mapping):
+                raise ValueError(f"{path}: expected an object, got {type(config).__name__}")
+            configs.append(config)
+    return configs
+
+
+def decode_completion(tokenizer: Any, ids: Iterable[int] | Int[np.ndarray, " completion"]) -> str:
+    """Return the text of completion ids, already cut at their length, without special tokens."""
+    plain = [int(token) for token in ids]
+    return tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,118 @@
+"""JSON lines on disk and one line a step on the console."""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TIMING_PREFIX = "time/"  # wall-clock fields: the only ones that a resumed run may change
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file under a temporary name and rename it, so that it is never half-written."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line; NaN and infinities become null, which JSON has."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({k: _plain(v) for k, v in record.items()}, ensure_ascii=False) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read whole lines; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def keep_steps(path: Path, last_step: int) -> None:
+    """Drop records of later steps than `last_step`, which a resumed run will write again."""
+    records = [record for record in read_jsonl(path) if record["step"] <= last_step]
+    if path.exists():
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        write_atomically(path, "".join(lines))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float) -> str:
+    """Format the numbers of a step that one wants to see go by."""
+    parts = [f"step {record['step']:>4}/{total_steps}", f"reward {record['reward']:.3f}"]
+    for name, label, form in (
+        ("entropy", "entropy", ".3f"),
+        ("kl", "kl", ".4f"),
+        ("length_mean", "length", ".1f"),
+        ("grad_norm", "grad", ".3f"),
+        ("sigma", "sigma", ".1e"),
+        ("time/tokens_per_second", "tok/s", ".0f"),
+        ("time/step", "s/step", ".2f"),
+    ):
+        if record.get(name) is not None:
+            parts.append(f"{label} {record[name]:{form}}")
+    return "  ".join([*parts, f"eta {format_seconds(eta_seconds)}"])
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of a JSONL file or of standard input ("-").
+
+    Raises ValueError naming the line that is not a JSON object.
+    """
+    if source is None:
+        return
+    name = "standard input" if source == "-" else source
+    text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}:{number}: not valid JSON ({error.msg})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{name}:{number}: holds {type(row).__name__}, not an object")
+        yield f"{name}:{number}", row
+
+
+def write_lines(target: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write records as JSONL to a file, whole or not at all, or to standard output ("-")."""
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        write_atomically(Path(target), text)

@@ -1,0 +1,126 @@
+"""The shape of a decoder, read from a Hugging Face config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_MODEL_TYPES["qwen3"] = "Qwen3ForCausalLM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's frequency scaling, named as in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything static about a decoder; hashable, so it can be a static argument of jit."""
+
+    vocab_size: int
+    embed: int
+    ffn: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool  # the head is the embedding
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    max_positions: int  # tokens
+    # How it is computed:
+    dtype: Literal["float32", "bfloat16"] = "float32"  # activations and matmuls
+    remat: bool = True  # recompute each layer in the backward pass
+    logits_chunk: int = 1024  # rows of [rows, vocab] logits alive at once
+
+
+def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """Read a decoder's shape from the contents of config.json.
+
+    Raises ValueError, naming the key, for another architecture or a variant not implemented.
+    """
+    architecture = _architecture(hf_config)
+    _refuse_variants(hf_config)
+    heads = _need(hf_config, "num_attention_heads")
+    embed = _need(hf_config, "hidden_size")
+    # Qwen2 always has the bias, in config.json or not; the others say so.
+    bias = architecture == "Qwen2ForCausalLM" or bool(hf_config.get("attention_bias", False))
+    theta, scaling = _rope(hf_config)
+    config = DecoderConfig(
+        vocab_size=_need(hf_config, "vocab_size"),
+        embed=embed,
+        ffn=_need(hf_config, "intermediate_size"),
+        num_layers=_need(hf_config, "num_hidden_layers"),
+        num_q_heads=heads,
+        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or embed // heads,
+        qkv_bias=bias,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        rms_eps=float(_need(hf_config, "rms_norm_eps")),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=int(hf_config.get("max_position_embeddings") or 2048),
+    )
+    if config.num_q_heads % config.num_kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {config.num_kv_heads}"
+        )
+    return config
+
+
+def _need(hf_config: Mapping[str, Any], key: str) -> Any:
+    if hf_config.get(key) is None:
+        raise ValueError(f"config.json: {key} is missing")
+    return hf_config[key]
+
+
+def _architecture(hf_config: Mapping[str, Any]) -> str:
+    named = hf_config.get("architectures") or [_MODEL_TYPES.get(hf_config.get("model_type", ""))]
+    if named[0] not in ARCHITECTURES:
+        found = named[0] or hf_config.get("model_type")
+        raise ValueError(
+            f"config.json: architecture {found!r} is not one of {', '.join(ARCHITECTURES)}"
+        )
+    return named[0]
+
+
+def _refuse_variants(hf_config: Mapping[str, Any]) -> None:
+    """Refuse settings that would silently compute another model."""
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"config.json: hidden_act {hf_config['hidden_act']!r} is not 'silu'")
+    if hf_config.get("use_sliding_window"):
+        raise ValueError("config.json: use_sliding_window true is not supported")
+    if hf_config.get("mlp_bias"):
+        raise ValueError("config.json: mlp_bias true is not supported")
+    if hf_config.get("attention_bias") and hf_config.get("model_type") == "llama":
+        raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
+    if hf_config.get("attention_bias") and hf_config.get("model_type") == "qwen3":
+        raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
+
+
+def _rope(hf_config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+    """Read theta and scaling from the old keys or from transformers 5's rope_parameters."""
+    parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    theta = hf_config.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ValueError(f"config.json: rope scaling {kind!r} is not one of default, llama3")
+    return float(theta), Llama3RopeScaling(
+        factor=float(_need(parameters, "factor")),
+        low_freq_factor=float(_need(parameters, "low_freq_factor")),
+        high_freq_factor=float(_need(parameters, "high_freq_factor")),
+        original_max_position_embeddings=int(_need(parameters, "original_max_position_embeddings")),
+    )

@@ -1,0 +1,125 @@
+"""One decoder for Qwen2/2.5, Qwen3, Llama 3.x and SmolLM2: forward passes over whole sequences.
+
+Training and scoring scan the stacked layers, so compile time and memory do not grow with depth;
+token-by-token decoding (sampling.py) runs the same `block` over a list of layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qerl_jax.lora import LoraAdapter
+from qerl_jax.models.config import DecoderConfig
+from qerl_jax.models.layers import apply_rope, attention, linear, rms_norm, rope_tables, swiglu
+from qerl_jax.protocols import Params
+
+# Keys and values of one layer, and of all layers stacked.
+KV = tuple[
+    Float[Array, "batch kv_heads slots head_dim"], Float[Array, "batch kv_heads slots head_dim"]
+]
+StackedKV = tuple[
+    Float[Array, "layers batch kv_heads time head_dim"],
+    Float[Array, "layers batch kv_heads time head_dim"],
+]
+
+
+class Rope(NamedTuple):
+    """Rotations of the tokens of one call."""
+
+    cos: Float[Array, "batch time head_dim"]
+    sin: Float[Array, "batch time head_dim"]
+
+
+def embed_tokens(
+    params: Params, tokens: Int[Array, "batch time"], *, config: DecoderConfig
+) -> Float[Array, "batch time embed"]:
+    """Look up token embeddings in the compute dtype."""
+    return params["embed_tokens"][tokens].astype(jnp.dtype(config.dtype))
+
+
+def project(
+    x: Float[Array, "batch time k"], name: str, layer: Mapping[str, Any], pairs, scale: float
+) -> Float[Array, "batch time n"]:
+    """Apply the projection `name` of a layer with its bias and its adapter, if it has them."""
+    weights = layer[name]
+    return linear(x, weights["weight"], bias=weights.get("bias"), pair=pairs.get(name), scale=scale)
+
+
+def qkv(x, layer: Mapping[str, Any], pairs, rope: Rope, *, scale: float, config: DecoderConfig):
+    """Project to queries [batch, time, heads, dim] and to keys and values in cache layout."""
+    batch, time, _ = x.shape
+    shape = (batch, time, -1, config.head_dim)
+    q = project(x, "q_proj", layer, pairs, scale).reshape(shape)
+    k = project(x, "k_proj", layer, pairs, scale).reshape(shape)
+    v = project(x, "v_proj", layer, pairs, scale).reshape(shape)
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], eps=config.rms_eps)
+        k = rms_norm(k, layer["k_norm"], eps=config.rms_eps)
+    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def block(
+    x: Float[Array, "batch time embed"],
+    layer: Mapping[str, Any],
+    pairs: Mapping[str, Mapping[str, Array]],
+    rope: Rope,
+    attend,
+    *,
+    scale: float,
+    config: DecoderConfig,
+):
+    """Run one decoder block; `attend(q, k, v) -> (output, kept)` decides what the queries see."""
+    normed = rms_norm(x, layer["input_layernorm"], eps=config.rms_eps)
+    mixed, kept = attend(*qkv(normed, layer, pairs, rope, scale=scale, config=config))
+    x = x + project(mixed.reshape(*x.shape[:2], -1), "o_proj", layer, pairs, scale)
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=config.rms_eps)
+    gate = project(normed, "gate_proj", layer, pairs, scale)
+    up = project(normed, "up_proj", layer, pairs, scale)
+    return x + project(swiglu(gate, up), "down_proj", layer, pairs, scale), kept
+
+
+def token_positions(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """Positions that count valid tokens from 0, so that left padding does not shift a prompt."""
+    return jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
+
+
+def causal_mask(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
+    """Let each token see the valid tokens up to itself."""
+    time = valid.shape[1]
+    return jnp.tril(jnp.ones((time, time), bool))[None] & valid[:, None, :]
+
+
+def forward(
+    params: Params,
+    adapter: LoraAdapter | None,
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    *,
+    config: DecoderConfig,
+    return_cache: bool = False,
+) -> tuple[Float[Array, "batch time embed"], StackedKV | None]:
+    """Run the decoder over whole sequences, padded on either side.
+
+    Returns the hidden states after the final norm and, if asked, the keys and values stacked
+    over layers, [layers, batch, kv_heads, time, head_dim]. Values at padding are meaningless.
+    """
+    rope = Rope(*rope_tables(token_positions(valid), config))
+    mask = causal_mask(valid)
+    pairs, scale = ({}, 1.0) if adapter is None else (adapter.pairs, adapter.scale)
+
+    def attend(q, k, v):
+        return attention(q, k, v, mask), ((k, v) if return_cache else None)
+
+    def step(x, stacked):
+        layer, layer_pairs = stacked
+        return block(x, layer, layer_pairs, rope, attend, scale=scale, config=config)
+
+    if config.remat and not return_cache:
+        step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
+    x = embed_tokens(params, tokens, config=config)
+    x, cache = jax.lax.scan(step, x, (params["layers"], pairs))
+    return rms_norm(x, params["norm"], eps=config.rms_eps), cache

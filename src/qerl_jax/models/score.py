@@ -1,0 +1,65 @@
+"""Log-probabilities and largest logits of given tokens."""
+
+import typing
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qerl_jax.lora import LoraAdapter
+from qerl_jax.models.config import DecoderConfig
+from qerl_jax.models.decoder import forward
+from qerl_jax.models.head import head_logits, head_weight
+from qerl_jax.protocols import Params
+
+
+@typing.no_type_check
+@flax.struct.dataclass
+class Scores:
+    """What the model says at each position about the next token."""
+
+    next_logprobs: Float[Array, "batch time"]  # of the next given token; last one meaningless
+    top_ids: Int[Array, "batch time top"]
+    top_logits: Float[Array, "batch time top"]  # float32, before the temperature
+
+
+@partial(jax.jit, static_argnames=("config", "top_k"))
+def score_tokens(
+    params: Params,
+    adapter: LoraAdapter | None,
+    tokens: Int[Array, "batch time"],
+    valid: Bool[Array, "batch time"],
+    *,
+    config: DecoderConfig,
+    temperature: float,
+    top_k: int,
+) -> Scores:
+    """Score sequences padded on the right, `config.logits_chunk` rows of logits at a time.
+
+    next_logprobs[t] = log_softmax(logits[t] / temperature)[tokens[t + 1]]
+    """
+    hidden, _ = forward(params, adapter, tokens, valid, config=config)
+    targets = jnp.roll(tokens, -1, axis=1)
+    batch, time = tokens.shape
+    chunk = min(config.logits_chunk, batch * time)
+    padding = -(batch * time) % chunk
+    rows = jnp.pad(hidden.reshape(batch * time, -1), ((0, padding), (0, 0)))
+    wanted = jnp.pad(targets.reshape(-1), (0, padding))
+
+    def read(chunk_rows):
+        hidden, targets = chunk_rows
+        logits = head_logits(hidden, head_weight(params))
+        logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
+        picked = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+        return picked, *jax.lax.top_k(logits, top_k)
+
+    picked, top_logits, top_ids = jax.lax.map(
+        read, (rows.reshape(-1, chunk, rows.shape[-1]), wanted.reshape(-1, chunk))
+    )
+    return Scores(
+        next_logprobs=picked.reshape(-1)[: batch * time].reshape(batch, time),
+        top_ids=top_ids.reshape(-1, top_k)[: batch * time].reshape(batch, time, top_k),
+        top_logits=top_logits.reshape(-1, top_k)[: batch * time].reshape(batch, time, top_k),
+    )

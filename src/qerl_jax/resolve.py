@@ -1,0 +1,123 @@
+"""Functions named in a config: an entry of a closed table, or a user's own `module:function`."""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+
+def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
+    """Return table[spec], or import a user's function.
+
+    Args:
+        spec: a name in the table, or "package.module:function". The module is looked up on the
+            Python path and in the current directory, which is on the path only meanwhile: what
+            the module imports later, inside its functions, must be importable without it.
+        field: the config field that holds spec, for messages, e.g. "loss.name".
+        table: the closed table of names.
+
+    Raises:
+        ValueError: neither; a module that is missing or fails to import; a missing or
+            uncallable attribute.
+    """
+    if spec in table:
+        return table[spec]
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        names = ", ".join(sorted(table))
+        raise ValueError(
+            f'{field}: "{spec}" is not one of {names}{_nearest(spec, table)}, nor a module:function'
+        )
+    module = _import(module_name, field)
+    if not hasattr(module, attribute):
+        near = _nearest(attribute, vars(module))
+        raise ValueError(f'{field}: module "{module_name}" has no "{attribute}"{near}')
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ValueError(f'{field}: "{spec}" is not callable but {type(function).__name__}')
+    return function
+
+
+def keyword_names(fn: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the keyword-only parameters of fn: the hyperparameters it takes."""
+    return frozenset(p.name for p in _keyword_parameters(fn))
+
+
+def bind_keywords(
+    fn: Callable[..., Any],
+    available: Mapping[str, Any],
+    *,
+    field: str,
+    extra: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Bind the keyword-only parameters of fn that have a value, and return a partial.
+
+    Args:
+        fn: data are its positional parameters, hyperparameters its keyword-only ones.
+        available: values on offer; those that fn does not take are left aside.
+        field: the config field that holds extra, for messages, e.g. "loss.extra".
+        extra: values that the user gives for this fn; each must be taken.
+
+    Raises:
+        ValueError: a keyword-only parameter without default and without value; an extra that fn
+            does not take or that is available already.
+    """
+    extra = extra or {}
+    name = getattr(fn, "__name__", repr(fn))
+    parameters = _keyword_parameters(fn)
+    for key in extra:
+        if key in available:
+            raise ValueError(f'{field}: "{key}" has a field of its own; set it there')
+        if key not in keyword_names(fn):
+            near = _nearest(key, keyword_names(fn))
+            raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
+    values = {**available, **extra}
+    for parameter in parameters:
+        if parameter.name not in values and parameter.default is inspect.Parameter.empty:
+            raise ValueError(f'{field}: {name} needs "{parameter.name}", which nothing sets')
+    return functools.partial(fn, **{p.name: values[p.name] for p in parameters if p.name in values})
+
+
+def _keyword_parameters(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    parameters = inspect.signature(fn).parameters.values()
+    return tuple(p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def _import(module_name: str, field: str) -> ModuleType:
+    with _working_directory_on_path():
+        try:
+            return importlib.import_module(module_name)
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and _is_parent(error.name, module_name):
+                message = f"is neither on the Python path nor in {os.getcwd()}"
+            else:
+                first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+                message = f"fails to import: {first_line}"
+            raise ValueError(f'{field}: module "{module_name}" {message}') from error
+
+
+def _is_parent(name: str | None, module_name: str) -> bool:
+    return name is not None and f"{module_name}.".startswith(f"{name}.")
+
+
+@contextlib.contextmanager
+def _working_directory_on_path() -> Iterator[None]:
+    directory = os.getcwd()
+    importlib.invalidate_caches()  # the file may be younger than the directory listing
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the module may have edited the path itself
+            sys.path.remove(directory)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (nearest: {close[0]})" if close else ""

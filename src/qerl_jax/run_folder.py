@@ -1,0 +1,97 @@
+"""The folder of a run: what it holds, when it may be created, resumed or replaced."""
+
+import json
+import platform
+import shutil
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+from qerl_jax.config import ExperimentConfig
+from qerl_jax.config_io import diff_configs, dump_config, load_config
+from qerl_jax.metrics import write_atomically
+
+CONFIG = "config.resolved.yaml"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+CHECKPOINTS = "checkpoints"
+ADAPTER = "adapter"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+
+def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a run folder that would be mixed up or lost; touches nothing.
+
+    Raises ValueError, FileExistsError or FileNotFoundError.
+    """
+    path = Path(config.run_dir)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"run_dir: {path} is a file, not a folder")
+    holds_run = (path / CONFIG).is_file()
+    occupied = path.is_dir() and any(path.iterdir())
+    if resume:
+        if not holds_run:
+            raise FileNotFoundError(f"run_dir: {path} holds no run to resume (no {CONFIG})")
+        _check_same(config, load_config(path / CONFIG), path)
+    elif occupied and not overwrite:
+        raise FileExistsError(
+            f"run_dir: {path} exists; --resume continues it, --overwrite replaces it"
+        )
+    elif occupied and not holds_run:
+        raise FileExistsError(f"run_dir: {path} is not a run folder (no {CONFIG}), so it stays")
+
+
+def _check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -> None:
+    """Allow only what cannot change a number: names of folders and what is kept or shown."""
+    free = replace(
+        stored,
+        run_dir=config.run_dir,
+        train=replace(
+            stored.train,
+            checkpoint_every=config.train.checkpoint_every,
+            keep_checkpoints=config.train.keep_checkpoints,
+            log_samples_every=config.train.log_samples_every,
+        ),
+    )
+    differences = diff_configs(free, config)
+    if differences:
+        raise ValueError(f"run_dir: {path} belongs to another config: {'; '.join(differences)}")
+
+
+def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
+    """Make the run folder with its resolved config and environment; returns its path.
+
+    A folder that is replaced is moved aside first and deleted last.
+    Raises OSError naming run_dir when it cannot be written.
+    """
+    path = Path(config.run_dir)
+    aside = path.with_name(f".{path.name}.replaced")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if overwrite and path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        path.mkdir(exist_ok=True)
+        write_atomically(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
+        write_atomically(path / CONFIG, dump_config(config))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
+    shutil.rmtree(aside, ignore_errors=True)
+    return path
+
+
+def environment() -> dict[str, str]:
+    """Versions and device that a run was made with."""
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "devices": str(jax.device_count()),
+        **versions,
+    }

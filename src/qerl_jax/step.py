@@ -1,0 +1,158 @@
+"""One training step: roll out, score, turn into an optimizer batch, update."""
+
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.data import DataState, next_batch
+from qerl_jax.experiment import Experiment, noise_targets
+from qerl_jax.learner import TrainBatch, TrainState
+from qerl_jax.policy import policy_params, step_keys
+from qerl_jax.rl import informative_groups, token_weights
+from qerl_jax.rollout import Rollout, roll_out
+from qerl_jax.sampling import SamplingConfig, generate
+
+
+@contextmanager
+def phase(times: dict[str, float], name: str):
+    """Add the wall-clock seconds of a block to `times`."""
+    start = time.perf_counter()
+    yield
+    times[name] = times.get(name, 0.0) + time.perf_counter() - start
+
+
+def train_step(
+    experiment: Experiment, state: TrainState, cursor: DataState
+) -> tuple[TrainState, DataState, dict[str, Any], Rollout]:
+    """Run one step: a rollout and `optimizer.num_iterations` optimizer steps on it.
+
+    Returns the new state (the given one is donated), the new data cursor, the metrics record
+    and the rollout. Everything random comes from the state's key and step.
+    """
+    config, times = experiment.config, {}
+    step = int(state.step)
+    noise_key, sampling_key = step_keys(state.key, step)
+    sigma = jnp.float32(experiment.parts.schedule(step) if config.aqn.enabled else 0.0)
+    indices, next_cursor = next_batch(
+        len(experiment.train_prompts),
+        cursor,
+        batch_size=config.rollout.prompts_per_step,
+        seed=config.seed,
+    )
+    with phase(times, "rollout"):
+        rollout = sample(experiment, state, indices, noise_key, sampling_key, sigma)
+    with phase(times, "batch"):
+        batch, info = make_batch(experiment, state, rollout, noise_key, sigma)
+    with phase(times, "update"):
+        for _ in range(config.optimizer.num_iterations):
+            state, metrics = experiment.update_step(
+                state, experiment.params, batch, noise_key, sigma
+            )
+        metrics = jax.device_get(metrics)
+    state = state.replace(step=state.step + 1)
+    record = {"step": step + 1, "epoch": cursor.epoch, "sigma": float(sigma), **info, **metrics}
+    return state, next_cursor, record | _timings(times, rollout), rollout
+
+
+def sample(experiment: Experiment, state, indices, noise_key, sampling_key, sigma) -> Rollout:
+    """Sample and score completions of the prompts at `indices` from the noisy policy."""
+    config, model = experiment.config, experiment.model
+    policy = policy_params(
+        experiment.params,
+        state.trainable,
+        noise_key,
+        sigma,
+        noise_targets=noise_targets(config, rollout=True),
+    )
+    settings = SamplingConfig(
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        end_ids=model.end_ids,
+        pad_id=model.pad_id,
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+        min_p=config.rollout.min_p,
+    )
+
+    def generate_fn(prompt_ids, prompt_mask, sample_ids):
+        return generate(
+            policy,
+            state.trainable.adapter,
+            prompt_ids,
+            prompt_mask,
+            sampling_key,
+            sample_ids,
+            config=model.config,
+            sampling=settings,
+            weights=config.rollout.weights,
+        )
+
+    return roll_out(
+        [experiment.train_prompts[i] for i in indices],
+        generate_fn,
+        experiment.parts.score_fn,
+        model.tokenizer,
+        num_generations=config.rollout.num_generations,
+        prompt_width=experiment.prompt_width,
+        pad_id=model.pad_id,
+    )
+
+
+def make_batch(
+    experiment: Experiment, state: TrainState, rollout: Rollout, noise_key, sigma
+) -> tuple[TrainBatch, dict[str, Any]]:
+    """Turn a rollout into an optimizer batch and the metrics that come from it alone."""
+    config, loss = experiment.config, experiment.config.loss
+    groups = rollout.rewards.reshape(-1, config.rollout.num_generations)
+    advantages = experiment.parts.advantage_fn(jnp.asarray(groups)).reshape(-1)
+    loss_mask = rollout.completion_mask
+    if loss.mask_truncated:
+        loss_mask = loss_mask & rollout.finished[:, None]
+    tokens = rollout.tokens
+    forward = (experiment.params, state.trainable, tokens, noise_key, sigma)
+    sampler = jnp.asarray(rollout.sampler_logprobs)
+    old = sampler if loss.old_logprobs == "sampler" else None
+    if old is None and config.optimizer.num_iterations > 1:
+        old = experiment.old_logprobs(*forward)
+    batch = TrainBatch(
+        tokens=tokens,
+        advantages=advantages,
+        loss_mask=jnp.asarray(loss_mask),
+        token_weights=token_weights(
+            jnp.asarray(loss_mask),
+            aggregation=experiment.parts.aggregation,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+        ),
+        sampler_logprobs=sampler,
+        old_logprobs=old,
+        ref_logprobs=experiment.ref_logprobs(*forward) if loss.beta > 0 else None,
+    )
+    return batch, _rollout_metrics(rollout, groups)
+
+
+def _rollout_metrics(rollout: Rollout, groups: np.ndarray) -> dict[str, Any]:
+    lengths = rollout.lengths
+    return {
+        "reward": float(rollout.rewards.mean()),
+        "reward_std": float(rollout.rewards.std()),
+        **{f"reward/{name}": float(v.mean()) for name, v in rollout.reward_parts.items()},
+        "kept_groups": int(np.sum(np.asarray(informative_groups(jnp.asarray(groups))))),
+        "groups": len(groups),
+        "length_mean": float(lengths.mean()),
+        "length_max": int(lengths.max()),
+        "truncated": float(1.0 - rollout.finished.mean()),
+    }
+
+
+def _timings(times: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+    total = sum(times.values())
+    return {
+        **{f"time/{name}": seconds for name, seconds in times.items()},
+        "time/step": total,
+        "time/tokens_per_second": int(rollout.lengths.sum()) / max(times["rollout"], 1e-9),
+    }

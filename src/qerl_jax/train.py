@@ -1,0 +1,269 @@
+"""The host loop: steps, evaluation, checkpoints, logs, and a clean stop at any time."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+
+from qerl_jax import checkpoint, run_folder
+from qerl_jax.base_model import count_bytes
+from qerl_jax.config import ExperimentConfig
+from qerl_jax.config_io import dump_config
+from qerl_jax.data import DataState, Prompt
+from qerl_jax.evaluate import EvalReport, EvalRow, evaluate
+from qerl_jax.experiment import Experiment, build_experiment, init_state
+from qerl_jax.learner import TrainState
+from qerl_jax.lora import Trainable, overlay_norms
+from qerl_jax.metrics import append_jsonl, console_line, keep_steps, read_jsonl
+from qerl_jax.peft import export_adapter
+from qerl_jax.rollout import Rollout, roll_out
+from qerl_jax.sampling import SamplingConfig, generate
+from qerl_jax.step import train_step
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a call of run_training ended."""
+
+    run_dir: Path
+    step: int
+    finished: bool  # False: stopped by a signal or by stop_after
+    before: float | None  # held-out accuracy
+    after: float | None
+
+
+def run_training(
+    config: ExperimentConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    stop_after: int | None = None,
+    say: Say = print,
+) -> TrainResult:
+    """Train as the config says, or go on from the latest checkpoint.
+
+    SIGTERM or SIGINT saves a checkpoint after the step under way and returns; so does
+    `stop_after` (steps of this call). A resumed run gives the same numbers as one that was
+    never stopped. Raises ValueError or OSError, before anything is written, for bad input.
+    """
+    run_folder.check_run(config, resume=resume, overwrite=overwrite)
+    experiment = build_experiment(config)
+    state = init_state(config, experiment.parts.optimizer, experiment.params)
+    cursor = DataState(epoch=0, index=0)
+    path = Path(config.run_dir)
+    if not resume:
+        path = run_folder.create_run(config, overwrite=overwrite)
+    manager = checkpoint.open_checkpoints(
+        path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
+    )
+    if resume and (restored := checkpoint.restore(manager, state)):
+        state, cursor = restored.state, DataState(**restored.meta["data"])
+    first = int(state.step)
+    for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
+        keep_steps(path / name, first)
+    say(f"run folder {path}, step {first} of {config.train.total_steps}")
+    say(_describe(experiment, state.trainable))
+    with stop_signals() as stopped:
+        state, cursor = _loop(experiment, state, cursor, path, manager, stop_after, stopped, say)
+    manager.close()
+    return _finish(experiment, state, path, say)
+
+
+def _loop(experiment, state, cursor, path, manager, stop_after, stopped, say):
+    """Run the remaining steps; returns the last state and data cursor."""
+    config, first, started = experiment.config, int(state.step), time.perf_counter()
+    last = config.train.total_steps
+    if stop_after is not None:
+        last = min(last, first + stop_after)
+    if first == 0:
+        _evaluate_once(experiment, state, path, say)
+    for step in range(first, last):
+        state, cursor, record, rollout = train_step(experiment, state, cursor)
+        append_jsonl(path / run_folder.METRICS, record)
+        eta = (
+            (time.perf_counter() - started)
+            / (step + 1 - first)
+            * (config.train.total_steps - step - 1)
+        )
+        say(console_line(record, total_steps=config.train.total_steps, eta_seconds=eta))
+        if _due(config.train.log_samples_every, step + 1):
+            say(_log_sample(experiment, path, step + 1, rollout))
+        if _due(config.eval.every, step + 1):
+            _evaluate_once(experiment, state, path, say)
+        over = stopped.is_set() or step + 1 == last
+        if over or _due(config.train.checkpoint_every, step + 1):
+            meta = {"data": asdict(cursor), "config": dump_config(config)}
+            checkpoint.save(manager, state, meta)
+        if over:
+            break
+    return state, cursor
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGINT set; a second signal acts as usual.
+
+    Python delivers signals to the main thread only: elsewhere the event is never set.
+    """
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def stop(number, _frame):
+        stopped.set()
+        signal.signal(number, before[number])
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield stopped
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+
+
+def run_evaluation(
+    experiment: Experiment, trainable: Trainable | None, prompts: Sequence[Prompt], say: Say
+) -> tuple[EvalReport, list[EvalRow]]:
+    """Evaluate an adapter (None: the base model) on prompts, without noise, by the eval section."""
+    config, model, settings = experiment.config, experiment.model, experiment.config.eval
+    params, adapter = experiment.params, None
+    if trainable is not None:
+        params, adapter = overlay_norms(params, trainable), trainable.adapter
+    sampling = SamplingConfig(
+        max_completion_tokens=settings.max_completion_tokens
+        or config.rollout.max_completion_tokens,
+        end_ids=model.end_ids,
+        pad_id=model.pad_id,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
+    key = jax.random.key(config.seed)
+
+    def generate_fn(prompt_ids, prompt_mask, sample_ids):
+        return generate(
+            params,
+            adapter,
+            prompt_ids,
+            prompt_mask,
+            key,
+            sample_ids,
+            config=model.config,
+            sampling=sampling,
+            weights=config.rollout.weights,
+        )
+
+    def roll_out_fn(batch, sample_ids):
+        return roll_out(
+            batch,
+            generate_fn,
+            experiment.parts.score_fn,
+            model.tokenizer,
+            num_generations=1,
+            prompt_width=experiment.prompt_width,
+            pad_id=model.pad_id,
+            sample_ids=sample_ids,
+        )
+
+    total = len(prompts) * settings.num_samples
+    return evaluate(
+        prompts,
+        roll_out_fn,
+        correct_name=experiment.parts.correct_name,
+        num_samples=settings.num_samples,
+        batch_size=min(settings.batch_size, total),
+        on_batch=lambda done, total: say(f"evaluated {done}/{total}") if total > 512 else None,
+    )
+
+
+def _evaluate_once(experiment: Experiment, state: TrainState, path: Path, say: Say) -> None:
+    """Evaluate and record the accuracy of a step, unless it is on record."""
+    records, step = path / run_folder.EVALUATIONS, int(state.step)
+    if any(record["step"] == step for record in read_jsonl(records)):
+        return
+    report, _ = run_evaluation(experiment, state.trainable, experiment.eval_prompts, say)
+    append_jsonl(records, {"step": step, **report_record(report)})
+    say(f"step {step}: {describe_report(report)}")
+
+
+def report_record(report: EvalReport) -> dict[str, float]:
+    """A report as a JSON record, wall-clock fields marked as such."""
+    record = asdict(report)
+    for name in ("tokens_per_second", "seconds"):
+        record[f"time/{name}"] = record.pop(name)
+    return record
+
+
+def describe_report(report: EvalReport) -> str:
+    """One line on an evaluation."""
+    return (
+        f"held-out accuracy {report.accuracy:.3f} (95% {report.low:.3f} to {report.high:.3f}, "
+        f"{report.num_problems} problems x {report.num_samples}), "
+        f"length {report.length_mean:.1f}, truncated {report.truncated:.3f}, "
+        f"{report.tokens_per_second:.0f} tok/s, {report.seconds:.1f} s"
+    )
+
+
+def _log_sample(experiment: Experiment, path: Path, step: int, rollout: Rollout) -> str:
+    """Write a group of a step to samples.jsonl; returns its first sample as readable text."""
+    tokenizer = experiment.model.tokenizer
+    for row in range(experiment.config.rollout.num_generations):
+        prompt = tokenizer.decode(rollout.prompt_ids[row][rollout.prompt_mask[row]])
+        sample = {
+            "step": step,
+            "prompt": prompt,
+            "completion": rollout.texts[row],
+            "reward": float(rollout.rewards[row]),
+            **{name: float(values[row]) for name, values in rollout.reward_parts.items()},
+            "tokens": int(rollout.lengths[row]),
+            "finished": bool(rollout.finished[row]),
+        }
+        append_jsonl(path / run_folder.SAMPLES, sample)
+        if row == 0:
+            first = f"  sample | {prompt!r} -> {rollout.texts[0]!r} | reward {sample['reward']:g}"
+    return first
+
+
+def _describe(experiment: Experiment, trainable: Trainable) -> str:
+    trained = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    return (
+        f"base {count_bytes(experiment.params) / 2**20:.1f} MiB, {trained:,} trained parameters, "
+        f"{len(experiment.train_prompts)} training and {len(experiment.eval_prompts)} held-out "
+        f"prompts ({experiment.dropped} too long), {jax.devices()[0].device_kind}"
+    )
+
+
+def _finish(experiment: Experiment, state: TrainState, path: Path, say: Say) -> TrainResult:
+    """Evaluate and export a run that is complete; say how it ended."""
+    step, total = int(state.step), experiment.config.train.total_steps
+    if step == total:
+        _evaluate_once(experiment, state, path, say)
+        export_adapter(
+            path / run_folder.ADAPTER,
+            state.trainable,
+            base_model=experiment.config.model.path,
+            replace=True,
+        )
+    accuracy = {r["step"]: r["accuracy"] for r in read_jsonl(path / run_folder.EVALUATIONS)}
+    before, after = accuracy.get(0), accuracy.get(total)
+    if step == total:
+        say(f"held-out accuracy {before:.3f} before, {after:.3f} after; run folder {path}")
+    else:
+        say(f"stopped after step {step} of {total}; go on with --resume; run folder {path}")
+    return TrainResult(run_dir=path, step=step, finished=step == total, before=before, after=after)

@@ -1,0 +1,144 @@
+import sys
+
+import pytest
+
+from qerl_jax.resolve import bind_keywords, keyword_names, load_function
+
+TABLE = {"dapo": 1, "dr_grpo": 2, "grpo": 3}
+
+MODULE = """
+import helper_of_a_user
+
+BETA = 0.5
+
+def my_loss(logprobs, *, beta, gamma=2.0):
+    return helper_of_a_user.double(logprobs) + beta * gamma
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    """Return a working directory with a user's module that imports its neighbour."""
+    (tmp_path / "losses_of_a_user.py").write_text(MODULE)
+    (tmp_path / "helper_of_a_user.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.endswith("of_a_user")]:
+        del sys.modules[name]
+
+
+def load(spec):
+    return load_function(spec, field="loss.name", table=TABLE)
+
+
+def scaled(x, *, beta, gamma=2.0):
+    return x * beta * gamma
+
+
+def test_a_name_of_the_table():
+    assert load("dr_grpo") == 2
+
+
+def test_a_function_of_an_installed_module():
+    assert load("json:dumps") is sys.modules["json"].dumps
+
+
+def test_a_function_from_the_working_directory(user_folder):
+    path = list(sys.path)
+    my_loss = load("losses_of_a_user:my_loss")
+    assert my_loss(1.0, beta=0.5) == 3.0
+    assert sys.path == path
+
+
+def test_the_path_is_restored_after_a_failure(user_folder):
+    path = list(sys.path)
+    with pytest.raises(ValueError, match="neither on the Python path"):
+        load("missing_of_a_user:f")
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "gpro",
+            'loss.name: "gpro" is not one of dapo, dr_grpo, grpo (nearest: grpo), '
+            "nor a module:function",
+        ),
+        ("zzz", 'loss.name: "zzz" is not one of dapo, dr_grpo, grpo, nor a module:function'),
+        (":f", 'loss.name: ":f" is not one of dapo, dr_grpo, grpo, nor a module:function'),
+        ("json:", 'loss.name: "json:" is not one of dapo, dr_grpo, grpo, nor a module:function'),
+        (
+            "losses_of_a_user:my_los",
+            'loss.name: module "losses_of_a_user" has no "my_los" (nearest: my_loss)',
+        ),
+        (
+            "losses_of_a_user:BETA",
+            'loss.name: "losses_of_a_user:BETA" is not callable but float',
+        ),
+    ],
+)
+def test_messages(user_folder, spec, message):
+    with pytest.raises(ValueError) as error:
+        load(spec)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("spec", ["nowhere_of_a_user:f", "json.nowhere:f", "nowhere_of_a_user.b:f"])
+def test_a_missing_module_says_where_it_was_looked_for(user_folder, spec):
+    with pytest.raises(ValueError) as error:
+        load(spec)
+    module = spec.partition(":")[0]
+    assert str(error.value).startswith(
+        f'loss.name: module "{module}" is neither on the Python path'
+    )
+    assert str(user_folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def f(:\n    pass", "SyntaxError: "),
+        ("raise RuntimeError('first line\\nsecond line')", "RuntimeError: first line"),
+    ],
+)
+def test_a_module_that_fails_says_why_in_one_line(user_folder, text, message):
+    (user_folder / "broken_of_a_user.py").write_text(text)
+    with pytest.raises(ValueError) as error:
+        load("broken_of_a_user:f")
+    assert str(error.value).startswith(
+        f'loss.name: module "broken_of_a_user" fails to import: {message}'
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_keyword_names():
+    assert keyword_names(scaled) == {"beta", "gamma"}
+    assert keyword_names(lambda x, y=1: x) == frozenset()
+
+
+def test_binds_what_is_taken_and_leaves_the_rest():
+    available = {"beta": 3.0, "epsilon_low": 0.2}
+    assert bind_keywords(scaled, available, field="loss.extra")(1.0) == 6.0
+    assert bind_keywords(scaled, available, field="loss.extra", extra={"gamma": 5.0})(1.0) == 15.0
+    assert bind_keywords(abs, {}, field="loss.extra")(-1) == 1
+
+
+@pytest.mark.parametrize(
+    ("available", "extra", "message"),
+    [
+        ({}, {}, 'loss.extra: scaled needs "beta", which nothing sets'),
+        (
+            {"beta": 1.0},
+            {"gama": 1.0},
+            'loss.extra: "gama" is not a keyword-only parameter of scaled (nearest: gamma)',
+        ),
+        ({"beta": 1.0}, {"x": 1.0}, 'loss.extra: "x" is not a keyword-only parameter of scaled'),
+        ({"beta": 1.0}, {"beta": 2.0}, 'loss.extra: "beta" has a field of its own; set it there'),
+    ],
+)
+def test_bind_messages(available, extra, message):
+    with pytest.raises(ValueError) as error:
+        bind_keywords(scaled, available, field="loss.extra", extra=extra)
+    assert str(error.value) == message
