@@ -19,12 +19,10 @@ def local_scales(
     """Return block_scale / global_scale, correctly rounded to float32."""
     # A block scale has 256 possible values. To divide these and look them up is cheaper than
     # an exact division for each block.
-    numerators = jnp.broadcast_to(np.nan_to_num(_E4M3_VALUES), (*global_scale.shape, 256))
-    quotients = exact.divide(
-        numerators, jnp.broadcast_to(global_scale[..., None], numerators.shape)
-    )
-    invalid = jnp.broadcast_to(np.isnan(_E4M3_VALUES), numerators.shape)
-    quotients = jnp.where(invalid, jnp.nan, quotients)
+    shape = (*global_scale.shape, len(_E4M3_VALUES))
+    numerators = jnp.broadcast_to(np.nan_to_num(_E4M3_VALUES), shape)
+    quotients = exact.divide(numerators, jnp.broadcast_to(global_scale[..., None], shape))
+    quotients = jnp.where(jnp.broadcast_to(np.isnan(_E4M3_VALUES), shape), jnp.nan, quotients)
     codes = lax.bitcast_convert_type(block_scales, jnp.uint8).astype(jnp.int32)
     flat = codes.reshape(*global_scale.shape, -1)
     local = jnp.take_along_axis(quotients, flat, axis=-1, mode="promise_in_bounds")

@@ -137,9 +137,10 @@ def train(ids, mask, *, config, steps: int, batch_size: int, learning_rate: floa
     for first in range(0, steps, stride):
         keys = jax.random.split(jax.random.fold_in(run_key, first), min(stride, steps - first))
         carry, losses = run(carry, keys)
-        done, seconds = first + len(keys), time.perf_counter() - started
+        done, loss = first + len(keys), float(jnp.mean(losses))
         if done % (5 * stride) == 0 or done == steps:
-            print(f"step {done}/{steps}  loss {jnp.mean(losses):.4f}  {seconds:.0f} s", flush=True)
+            seconds = time.perf_counter() - started
+            print(f"step {done}/{steps}  loss {loss:.4f}  {seconds:.0f} s", flush=True)
     return carry[0]
 
 
@@ -183,8 +184,8 @@ def main() -> None:
     """Write the model folder and print what it can do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,7 +1,12 @@
 """Settings and fixtures of all tests. Nothing of ours is imported before the hook below."""
 
+import atexit
 import importlib.util
+import json
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # No test may wait for a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A program that another test or a child process has compiled is not compiled again.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="qerl-jax-cache-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 
@@ -42,6 +52,68 @@ def key() -> jax.Array:
 def golden() -> Path:
     """Return the folder of the reference vectors; its README says who made them."""
     return Path(__file__).parent / "golden"
+
+
+TINY_MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+TINY_RUN = """\
+run_dir: {home}/run
+model: {{path: {home}/model, compute_dtype: float32, remat: false}}
+lora: {{rank: 4, alpha: 8}}
+data: {{source: arithmetic, name: addition, train_size: 6, eval_size: 4}}
+rollout: {{prompts_per_step: 2, num_generations: 4, max_completion_tokens: 4}}
+reward: {{functions: ["tiny_rewards:sevens"]}}
+optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2}}
+train: {{total_steps: 4, checkpoint_every: 2, log_samples_every: 2}}
+eval: {{batch_size: 4}}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with all that a training run of a second needs.
+
+    model/ is a random Qwen2 with a token for each character of an addition, config.yaml trains it
+    in 4 steps, and tiny_rewards.py, on the path of this process, rewards it for writing sevens.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    from qerl_jax.models import decoder_config_from_hf
+    from qerl_jax.models.hf_save import save_dense
+    from qerl_jax.testing import tiny_params
+
+    home = tmp_path_factory.mktemp("tiny")
+    config = decoder_config_from_hf(TINY_MODEL)
+    params = tiny_params(jax.random.key(0), config, quantize=False)
+    save_dense(home / "model", params, config, hf_config=TINY_MODEL, dtype="float32")
+    tokens = ["<pad>", "<eos>", *"0123456789+-*="]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer.save(str(home / "model/tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+    kind["eos_token"] = "<eos>"
+    (home / "model/tokenizer_config.json").write_text(json.dumps(kind))
+    (home / "tiny_rewards.py").write_text(
+        "def sevens(prompt, completion, answer):\n    return completion.count('7') / 4\n"
+    )
+    (home / "config.yaml").write_text(TINY_RUN.format(home=home))
+    sys.path.append(str(home))
+    return home
 
 
 @pytest.fixture

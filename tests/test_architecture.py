@@ -22,7 +22,6 @@ MAX_FUNCTION_LINES = 60
 IMPORTED_LATE = {
     "accelerate",
     "datasets",
-    "draccus",
     "gguf",
     "reasoning_gym",
     "safetensors",

@@ -28,7 +28,7 @@ def params():
     sizes |= {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
     layers = {name: {"weight": jnp.ones((2, *size), jnp.bfloat16)} for name, size in sizes.items()}
     layers["q_proj"]["bias"] = jnp.ones((2, 32))
-    layers |= {name: jnp.full((2, 32), 1.5) for name in BLOCK_NORMS}
+    layers |= {name: jnp.full((2, 32), 1.5, jnp.float32) for name in BLOCK_NORMS}
     layers["q_norm"] = jnp.ones((2, 8))
     return {"embed_tokens": jnp.ones((7, 32)), "layers": layers, "norm": jnp.ones(32)}
 
@@ -74,7 +74,7 @@ def test_delta_is_the_product(key):
     wide = lora_delta(jnp.asarray(x, jnp.float32), pair, scale=0.5)
     np.testing.assert_allclose(wide, expected, rtol=1e-5, atol=1e-4)
     narrow = lora_delta(jnp.asarray(x, jnp.bfloat16), pair, scale=0.5)
-    assert narrow.dtype == jnp.bfloat16
+    assert wide.dtype == narrow.dtype == jnp.float32
     error = np.linalg.norm(np.asarray(narrow, np.float64) - expected) / np.linalg.norm(expected)
     assert error < 0.01
 

@@ -26,14 +26,19 @@ def params():
 
 
 def random_trainable(params, *, targets=tuple(SIZES), rank=3, alpha=7.0, train_norms=True, seed=0):
-    key = jax.random.key(seed)
-    drawn = init_trainable(
-        key, params, targets=targets, rank=rank, alpha=alpha, train_norms=train_norms
+    drawn = jax.eval_shape(
+        lambda model: init_trainable(
+            jax.random.key(0),
+            model,
+            targets=targets,
+            rank=rank,
+            alpha=alpha,
+            train_norms=train_norms,
+        ),
+        params,
     )
-    leaves, treedef = jax.tree.flatten(drawn)
-    keys = jax.random.split(key, len(leaves))
-    noise = [jax.random.normal(k, leaf.shape) for k, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, noise)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), drawn)
 
 
 def assert_equal(one, other):
@@ -202,3 +207,82 @@ def test_an_adapter_of_another_model_is_refused(params, tmp_path):
     deeper = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), params["layers"])
     with pytest.raises(ValueError, match=r"layers\.2\..* is missing"):
         import_adapter(tmp_path / "adapter", {**params, "layers": deeper})
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen2(tmp_path_factory):
+    """A random Qwen2 made by transformers: (its folder, our config, our parameters)."""
+    pytest.importorskip("torch").manual_seed(0)
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    from qerl_jax.models import decoder_config_from_hf
+    from qerl_jax.models.hf import load_params, read_config
+
+    settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50}
+    folder = tmp_path_factory.mktemp("qwen2")
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings)).save_pretrained(folder)
+    config = decoder_config_from_hf(read_config(folder))
+    return folder, config, load_params(folder, config, quantize=False, dtype=jnp.float32)
+
+
+def our_logits(params, trainable, ids, config):
+    from qerl_jax.lora import overlay_norms
+    from qerl_jax.models import forward
+    from qerl_jax.models.head import head_logits, head_weight
+
+    policy, tokens = overlay_norms(params, trainable), jnp.asarray(ids)
+    valid = jnp.ones(tokens.shape, bool)
+    hidden, _ = forward(policy, trainable.adapter, tokens, valid, config=config)
+    return head_logits(hidden.reshape(-1, config.embed), head_weight(params))
+
+
+IDS = np.arange(2 * 12).reshape(2, 12) % 50
+
+
+@pytest.mark.parametrize("train_norms", [True, False])
+def test_peft_computes_the_same_logits_from_our_folder(tiny_qwen2, tmp_path, train_norms):
+    import peft
+    import torch
+    import transformers
+
+    folder, config, params = tiny_qwen2
+    trainable = random_trainable(params, rank=4, alpha=2.0, train_norms=train_norms)
+    export_adapter(tmp_path / "adapter", trainable, base_model=str(folder))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        plain = base(torch.from_numpy(IDS)).logits.numpy()
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        adapted = model(torch.from_numpy(IDS)).logits.numpy()
+    ours = our_logits(params, trainable, IDS, config)
+    np.testing.assert_allclose(ours, adapted.reshape(ours.shape), atol=1e-4, rtol=0)
+    assert np.abs(adapted - plain).max() > 0.1  # the adapter does something
+
+
+def test_a_folder_that_peft_wrote_is_read(tiny_qwen2, tmp_path):
+    import peft
+    import torch
+    import transformers
+
+    folder, config, params = tiny_qwen2
+    settings = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=["v_proj", "down_proj"],
+        modules_to_save=["post_attention_layernorm"],
+        init_lora_weights=False,  # B is random, not zero
+        task_type="CAUSAL_LM",
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "modules_to_save" in name:
+                value += 0.5
+        theirs = model.eval()(torch.from_numpy(IDS)).logits.numpy()
+    model.save_pretrained(tmp_path / "adapter")
+    trainable = import_adapter(tmp_path / "adapter", params)
+    assert set(trainable.adapter.pairs) == {"v_proj", "down_proj"}
+    assert set(trainable.norm_scales) == {"post_attention_layernorm"}
+    ours = our_logits(params, trainable, IDS, config)
+    np.testing.assert_allclose(ours, theirs.reshape(ours.shape), atol=1e-4, rtol=0)

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.data import end_token_ids, load_tokenizer
+from qerl_jax.hf_files import find_tensors
 from qerl_jax.models import DecoderConfig, decoder_config_from_hf
 from qerl_jax.models.hf import load_params, read_config
 from qerl_jax.protocols import Params
 
 TINY = "tiny"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,9 @@ class ModelFolder:
 
     path: Path
     config: DecoderConfig
-    tokenizer: Any  # a Hugging Face tokenizer
-    end_ids: tuple[int, ...]
-    pad_id: int
+    tokenizer: Any = None  # a Hugging Face tokenizer; None: opened without it
+    end_ids: tuple[int, ...] = ()
+    pad_id: int = 0
 
 
 def model_path(name: str) -> Path:
@@ -36,9 +38,9 @@ def model_path(name: str) -> Path:
 
 
 def open_model(
-    name: str, *, dtype: str, remat: bool = True, logits_chunk: int = 1024
+    name: str, *, dtype: str, remat: bool = True, logits_chunk: int = 1024, text: bool = True
 ) -> ModelFolder:
-    """Read everything of a model but its weights.
+    """Read everything of a model but its weights; without `text`, no tokenizer is needed.
 
     Raises ValueError or FileNotFoundError naming the folder or the file at fault.
     """
@@ -49,6 +51,11 @@ def open_model(
         remat=remat,
         logits_chunk=logits_chunk,
     )
+    if not text:
+        return ModelFolder(path=path, config=config)
+    if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        # transformers would make an empty tokenizer out of config.json.
+        raise ValueError(f"{path}: holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     tokenizer = load_tokenizer(path)
     end_ids = end_token_ids(tokenizer, path)
     pad_id = tokenizer.pad_token_id
@@ -62,10 +69,24 @@ def open_model(
 
 
 def load_weights(folder: ModelFolder, *, quantize: bool, scale_rounding: str) -> Params:
-    """Read, and if asked quantize to NVFP4, the weights; tensor by tensor."""
+    """Read, and if asked quantize to NVFP4, the weights; tensor by tensor.
+
+    Weights that stay dense take 16 bits, unless they are computed with in float32 and the files
+    hold more than bfloat16 can.
+    """
+    exact = not quantize and folder.config.dtype == "float32" and _holds_wide_weights(folder.path)
     return load_params(
-        folder.path, folder.config, quantize=quantize, round_to=jnp.dtype(scale_rounding)
+        folder.path,
+        folder.config,
+        quantize=quantize,
+        round_to=jnp.dtype(scale_rounding),
+        dtype=jnp.float32 if exact else jnp.bfloat16,
     )
+
+
+def _holds_wide_weights(path: Path) -> bool:
+    wide = ("float16", "float32")
+    return any(e.dtype.name in wide and len(e.shape) == 2 for e in find_tensors(path).values())
 
 
 def count_bytes(params: Params) -> int:

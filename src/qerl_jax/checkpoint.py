@@ -1,5 +1,6 @@
 """Checkpoints of a run through orbax: state, data cursor and the resolved config, together."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from qerl_jax.data.messages import first_line
 from qerl_jax.learner import TrainState
 
 # The run's key is stored as its raw data: not every orbax release takes typed keys.
@@ -22,13 +24,19 @@ class Restored:
     meta: Mapping[str, Any]  # data cursor, resolved config, config hash
 
 
-def open_checkpoints(directory: Path, *, max_to_keep: int) -> ocp.CheckpointManager:
-    """Open the checkpoint folder of a run, clearing what an interrupted save left behind."""
+def open_checkpoints(
+    directory: Path, *, max_to_keep: int | None = None, read_only: bool = False
+) -> ocp.CheckpointManager:
+    """Open the checkpoint folder of a run, clearing what an interrupted save left behind.
+
+    With `read_only` nothing is touched: the run may be under way in another process.
+    """
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=max_to_keep,
-        create=True,
+        max_to_keep=None if read_only else max_to_keep,
+        create=not read_only,
         enable_async_checkpointing=False,
-        cleanup_tmp_directories=True,
+        cleanup_tmp_directories=not read_only,
+        read_only=read_only,
     )
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
@@ -53,24 +61,41 @@ def restore(
 ) -> Restored | None:
     """Restore the latest checkpoint, or that of `step`; None if there is none.
 
-    `like` gives the tree, shapes and dtypes to restore to.
-    Raises ValueError when the step is not there or the tree does not fit.
+    `like` gives the tree, shapes and dtypes to restore to; abstract leaves will do.
+    Raises ValueError when the step is not there, or cannot be read into that tree.
     """
     step = manager.latest_step() if step is None else step
     if step is None:
         return None
     if step not in manager.all_steps():
-        raise ValueError(f"no checkpoint of step {step}; there are {sorted(manager.all_steps())}")
-    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, _storable(like))
-    items = manager.restore(
-        step,
-        args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(template), meta=ocp.args.JsonRestore()
-        ),
-    )
+        steps = ", ".join(map(str, sorted(manager.all_steps())))
+        raise ValueError(f"{manager.directory}: holds no step {step}; there are {steps}")
+    items = _read(manager, step, _template(like))
     stored = items["state"]
-    key = jax.random.wrap_key_data(stored.key, impl=jax.random.key_impl(like.key))
-    return Restored(step=step, state=stored.replace(key=key), meta=items["meta"])
+    state = stored.replace(key=jax.random.wrap_key_data(stored.key))
+    return Restored(step=step, state=state, meta=items["meta"])
+
+
+def _read(manager: ocp.CheckpointManager, step: int, template: TrainState) -> Mapping[str, Any]:
+    try:
+        return manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(template), meta=ocp.args.JsonRestore()
+            ),
+        )
+    except Exception as error:  # orbax and tensorstore raise kinds of their own
+        reason = textwrap.shorten(first_line(error), 200, placeholder=" ...")
+        raise ValueError(f"{manager.directory / str(step)}: cannot be read ({reason})") from error
+
+
+def _template(like: TrainState) -> TrainState:
+    # Without a sharding orbax wants the very devices that the checkpoint was written from.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        jax.eval_shape(_storable, like),
+    )
 
 
 def _storable(state: TrainState) -> TrainState:

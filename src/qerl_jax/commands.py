@@ -13,11 +13,11 @@ from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.config_rules import config_warnings
 from qerl_jax.experiment import build_experiment, build_parts, init_state, open_experiment_model
-from qerl_jax.inference import generate, score
+from qerl_jax.inference import check_output, generate, score
 from qerl_jax.metrics import write_lines
 from qerl_jax.models import abstract_params
 from qerl_jax.models.convert import convert_gguf
-from qerl_jax.models.hf import save_nvfp4
+from qerl_jax.models.hf import read_config, save_nvfp4
 from qerl_jax.peft import export_adapter as write_adapter
 from qerl_jax.peft import import_adapter
 from qerl_jax.plan import describe_plan
@@ -67,8 +67,13 @@ def evaluate(
     out: str | None = None,
 ) -> None:
     """Evaluate the base model, or an adapter on it, with the config's eval section."""
+    if out:
+        check_output(out)
+    trainable = None
+    if adapter:  # before the weights are read
+        shape = open_model(config.model.path, dtype=config.model.compute_dtype, text=False).config
+        trainable = import_adapter(adapter, abstract_params(shape))
     experiment = build_experiment(config)
-    trainable = import_adapter(adapter, experiment.params) if adapter else None
     prompts = experiment.eval_prompts if split == "eval" else experiment.train_prompts
     report, rows = run_evaluation(experiment, trainable, prompts[:limit], print)
     print(f"{adapter or 'base model'}: {describe_report(report)}")
@@ -79,9 +84,11 @@ def evaluate(
 
 def quantize(*, model: str, out: str, scale_rounding: str) -> None:
     """Write a model folder's NVFP4 twin in the compressed-tensors format."""
-    folder = open_model(model, dtype="float32")
     if Path(out).exists():
         raise FileExistsError(f"--out: {out} exists")
+    folder = open_model(model, dtype="float32", text=False)
+    if read_config(folder.path).get("quantization_config") is not None:
+        raise ValueError(f"--model: {model} is quantized already")
     params = load_weights(folder, quantize=True, scale_rounding=scale_rounding)
     save_nvfp4(out, folder.path, params, folder.config)
     print(f"{out}: {count_bytes(params) / 2**20:.1f} MiB")
@@ -101,9 +108,7 @@ def export_adapter(*, run_dir: str, out: str, step: int | None) -> None:
     config = load_config(path / run_folder.CONFIG)
     shapes = abstract_params(open_experiment_model(config).config)
     state = jax.eval_shape(partial(init_state, config, build_parts(config).optimizer), shapes)
-    manager = checkpoint.open_checkpoints(
-        path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
-    )
+    manager = checkpoint.open_checkpoints(path / run_folder.CHECKPOINTS, read_only=True)
     restored = checkpoint.restore(manager, state, step=step)
     if restored is None:
         raise FileNotFoundError(f"{run_dir}: holds no checkpoint")

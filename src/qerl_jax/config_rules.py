@@ -183,8 +183,9 @@ def _check_data(config: ExperimentConfig) -> None:
         if getattr(data, name) and data.source not in sources:
             allowed = " and ".join(sources)
             raise ValueError(f"data.{name}: is read for source {allowed} only, not {data.source}")
-    if data.source == "jsonl" and not data.train_path:
-        raise ValueError("data.train_path: data.source jsonl needs the path of a file")
+    for name in ("train_path", "eval_path"):
+        if data.source == "jsonl" and not getattr(data, name):
+            raise ValueError(f"data.{name}: data.source jsonl needs the path of a file")
     if data.source != "jsonl" and not data.name:
         raise ValueError(f"data.name: is empty; data.source {data.source} needs it")
     if data.system_prompt is not None and not data.chat_template:
@@ -207,8 +208,8 @@ def _check_reward(config: ExperimentConfig) -> None:
 
 def _check_loss(config: ExperimentConfig) -> None:
     loss = config.loss
-    if loss.name == "dapo" and loss.beta != 0:
-        raise ValueError(f"loss.beta: DAPO has no KL term; expected 0, got {loss.beta}")
+    if loss.name in ("dapo", "dr_grpo") and loss.beta != 0:
+        raise ValueError(f"loss.beta: {loss.name} has no KL term; expected 0, got {loss.beta}")
     if loss.extra and ":" not in loss.name:
         raise ValueError(
             f"loss.extra: only a module:function loss takes it; loss.name is {loss.name}"

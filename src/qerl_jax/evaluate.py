@@ -110,10 +110,11 @@ def accuracy_interval(shares: np.ndarray, *, num_samples: int) -> tuple[float, f
     """95% interval of a mean over problems.
 
     One sample a problem: Wilson's score interval, (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) /
-    (1 + z^2/n) with z = 1.96. Several: normal, p -+ z s / sqrt(n), s over problems.
+    (1 + z^2/n) with z = 1.96. Several: normal, p -+ z s / sqrt(n), s over problems; Wilson's
+    again where all problems have the same share, as their spread then says nothing.
     """
     n, p, z = len(shares), float(np.mean(shares)), 1.959964
-    if num_samples > 1 and n > 1:
+    if num_samples > 1 and np.ptp(shares) > 0:
         half = z * float(np.std(shares, ddof=1)) / math.sqrt(n)
         return max(p - half, 0.0), min(p + half, 1.0)
     centre = p + z * z / (2 * n)

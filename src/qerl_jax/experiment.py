@@ -17,11 +17,11 @@ from qerl_jax.data import Prompt, encode_prompts, load_examples
 from qerl_jax.learner import TrainState, make_logprobs, make_update_step
 from qerl_jax.lora import Trainable, check_lora, init_trainable
 from qerl_jax.models import abstract_params, completion_logprobs
-from qerl_jax.optim import make_optimizer
+from qerl_jax.optim import learning_rate_at, make_optimizer
 from qerl_jax.peft import import_adapter
 from qerl_jax.policy import policy_params
 from qerl_jax.protocols import AdvantageFn, Params, Schedule, TokenLossFn
-from qerl_jax.resolve import bind_keywords, load_function
+from qerl_jax.resolve import bind_keywords, keyword_names, load_function
 from qerl_jax.rewards import NUMBER_REWARDS, REWARDS, combine_rewards, validate_answer
 from qerl_jax.rl import ADVANTAGES, POLICY_LOSSES
 from qerl_jax.rollout import ScoreFn
@@ -37,6 +37,7 @@ class Parts:
     advantage_fn: AdvantageFn
     token_loss: TokenLossFn
     aggregation: str
+    learning_rate: Callable[[int], Any]  # of an optimizer step
     optimizer: optax.GradientTransformation
 
 
@@ -93,6 +94,18 @@ def build_parts(config: ExperimentConfig) -> Parts:
         name: load_function(name, field="reward.functions", table=REWARDS)
         for name in reward.functions
     }
+    correct = config.eval.correct or reward.functions[0]
+    weights = reward.weights
+    if correct not in rewards:
+        # Judged and logged beside the rewards, without a part in them.
+        rewards[correct] = load_function(correct, field="eval.correct", table=REWARDS)
+        weights = (*weights, 0.0)
+    rate = {
+        "learning_rate": opt.learning_rate,
+        "schedule": opt.schedule,
+        "warmup_steps": opt.warmup_steps,
+        "total_steps": config.train.total_steps * opt.num_iterations,
+    }
     return Parts(
         schedule=schedule(
             sigma_start=aqn.sigma_start,
@@ -100,16 +113,14 @@ def build_parts(config: ExperimentConfig) -> Parts:
             num_stages=aqn.num_stages,
             total_steps=config.train.total_steps,
         ),
-        score_fn=combine_rewards(rewards, reward.weights),
-        correct_name=config.eval.correct or reward.functions[0],
+        score_fn=combine_rewards(rewards, weights),
+        correct_name=correct,
         advantage_fn=bind_keywords(advantage, {"eps": loss.advantage_eps}, field="loss.advantage"),
         token_loss=token_loss,
         aggregation=aggregation,
+        learning_rate=partial(learning_rate_at, **rate),
         optimizer=make_optimizer(
-            learning_rate=opt.learning_rate,
-            schedule=opt.schedule,
-            warmup_steps=opt.warmup_steps,
-            total_steps=config.train.total_steps * opt.num_iterations,
+            **rate,
             b1=opt.b1,
             b2=opt.b2,
             eps=opt.eps,
@@ -124,6 +135,8 @@ def _policy_loss(config: ExperimentConfig) -> tuple[TokenLossFn, str]:
     loss = config.loss
     table = {name: entry.token_loss for name, entry in POLICY_LOSSES.items()}
     chosen = load_function(loss.name, field="loss.name", table=table)
+    if loss.beta != 0 and "beta" not in keyword_names(chosen):
+        raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
     bound = bind_keywords(chosen, asdict(loss), extra=loss.extra, field="loss.name")
     if loss.aggregation != "auto":
         return bound, loss.aggregation
@@ -143,7 +156,8 @@ def open_experiment_model(config: ExperimentConfig) -> ModelFolder:
     check_lora(shapes, targets=config.lora.targets, rank=config.lora.rank)
     if config.aqn.enabled:
         noisy = partial(policy_params, noise_targets=config.aqn.targets)
-        trainable = jax.eval_shape(lambda: _init_trainable(config, shapes, jax.random.key(0)))
+        key = jax.random.key(0)
+        trainable = jax.eval_shape(lambda p: _init_trainable(config, p, key), shapes)
         jax.eval_shape(noisy, shapes, trainable, jax.random.key(0), 0.0)
     return model
 
@@ -164,12 +178,12 @@ def experiment_prompts(
     data = config.data
     training = part == "train"
     # A gold answer that no completion can match would only look like a hard problem.
-    need_number = not NUMBER_REWARDS.isdisjoint(config.reward.functions)
+    need_number = not NUMBER_REWARDS.isdisjoint((*config.reward.functions, config.eval.correct))
     examples = load_examples(
         source=data.source,
         name=data.name,
         subset=data.subset,
-        path=data.train_path if training else data.eval_path or data.train_path,
+        path=data.train_path if training else data.eval_path,
         split=data.train_split if training else data.eval_split,
         size=data.train_size if training else data.eval_size,
         seed=data.data_seed,

@@ -1,23 +1,30 @@
 """Scoring and generation with a loaded model: what `qerl score` and `qerl generate` do."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from qerl_jax.base_model import ModelFolder, load_weights, open_model
-from qerl_jax.data import Example, decode_completion, encode_prompts, left_pad
-from qerl_jax.lora import Trainable, overlay_norms
+from qerl_jax.data import Example, Prompt, build_prompt, decode_completion, left_pad
+from qerl_jax.lora import LoraAdapter, Trainable, overlay_norms
 from qerl_jax.metrics import read_rows, write_lines
+from qerl_jax.models import abstract_params
 from qerl_jax.models.score import score_tokens
 from qerl_jax.peft import import_adapter
 from qerl_jax.protocols import Params
 from qerl_jax.sampling import SamplingConfig
 from qerl_jax.sampling import generate as sample
+
+GENERATE_ROWS = 64  # completions generated at once
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,32 @@ class LoadedModel:
     def policy(self) -> Params:
         return overlay_norms(self.params, self.trainable) if self.trainable else self.params
 
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        return self.trainable.adapter if self.trainable else None
 
-def _load(model: str, adapter: str | None, *, quantize: bool, dtype: str) -> LoadedModel:
-    folder = open_model(model, dtype=dtype)
+
+def _load(folder: ModelFolder, adapter: str | None, *, quantize: bool) -> LoadedModel:
+    # The adapter first: it is small, and a wrong one is refused before the weights are read.
+    trainable = import_adapter(adapter, abstract_params(folder.config)) if adapter else None
     params = load_weights(folder, quantize=quantize, scale_rounding="float32")
-    return LoadedModel(folder, params, import_adapter(adapter, params) if adapter else None)
+    return LoadedModel(folder, params, trainable)
+
+
+def check_output(target: str) -> None:
+    """Refuse a file that could not be written, before any work is done for it.
+
+    Raises ValueError.
+    """
+    parent = Path(target).parent
+    if target == "-":
+        return
+    if Path(target).is_dir():
+        raise ValueError(f"--out: {target} is a folder")
+    if not parent.is_dir():
+        raise ValueError(f"--out: {target} cannot be written, as {parent} is no folder")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"--out: {target} cannot be written, as {parent} is read-only")
 
 
 def score(
@@ -50,50 +78,67 @@ def score(
     temperature: float,
     dtype: str = "float32",
 ) -> None:
-    """Score JSONL rows of texts or token ids: log-probs of the tokens, top-k logits."""
-    loaded = _load(model, adapter, quantize=quantize, dtype=dtype)
-    config = loaded.folder.config
-    rows = []
-    for place, row in read_rows(input):
-        ids = _row_ids(row, loaded.folder, place)
-        if not 1 <= len(ids) <= config.max_positions:
-            raise ValueError(f"{place}: {len(ids)} tokens; 1 to {config.max_positions} are allowed")
-        rows.append(ids)
-    records = [_score_row(loaded, ids, top_k=top_k, temperature=temperature) for ids in rows]
+    """Score JSONL rows of texts or token ids: log-probs of the tokens, top-k logits.
+
+    Raises ValueError naming the line at fault; nothing is written then.
+    """
+    check_output(output)
+    rows = list(read_rows(input))
+    if not rows:
+        raise ValueError(f"{input}: holds no rows")
+    folder = open_model(model, dtype=dtype, text=any("ids" not in row for _, row in rows))
+    if top_k > folder.config.vocab_size:
+        raise ValueError(f"--top-k: {top_k} exceeds {folder.config.vocab_size}, the vocabulary")
+    encoded = [_row_ids(row, folder, place) for place, row in rows]
+    loaded = _load(folder, adapter, quantize=quantize)
+    records = [_score_row(loaded, ids, top_k=top_k, temperature=temperature) for ids in encoded]
     write_lines(output, records)
 
 
-def _score_row(loaded: LoadedModel, ids: list[int], *, top_k: int, temperature: float):
-    width = -(-len(ids) // 64) * 64  # few widths, so few compilations
+def _row_ids(row: Mapping[str, Any], folder: ModelFolder, place: str) -> list[int]:
+    vocab, limit = folder.config.vocab_size, folder.config.max_positions
+    if "ids" in row:
+        ids = row["ids"]
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+            raise ValueError(f"{place}: ids must be a list of integers")
+    elif isinstance(row.get("text"), str):
+        ids = list(folder.tokenizer(row["text"], add_special_tokens=False)["input_ids"])
+    else:
+        raise ValueError(f'{place}: needs "text" (a string) or "ids" (a list of integers)')
+    if not 1 <= len(ids) <= limit:
+        raise ValueError(f"{place}: {len(ids)} tokens; 1 to {limit} are allowed")
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ValueError(f"{place}: token id {token} is not one of 0 to {vocab - 1}")
+    return ids
+
+
+def _score_row(
+    loaded: LoadedModel, ids: list[int], *, top_k: int, temperature: float
+) -> dict[str, Any]:
+    width = max(64, 1 << (len(ids) - 1).bit_length())  # few widths, so few compilations
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(ids)] = ids
     scores = score_tokens(
         loaded.policy,
-        loaded.trainable.adapter if loaded.trainable else None,
+        loaded.adapter,
         jnp.asarray(padded),
         jnp.asarray(np.arange(width)[None, :] < len(ids)),
         config=loaded.folder.config,
         temperature=temperature,
         top_k=max(top_k, 1),
     )
-    logprobs = [float(value) for value in scores.next_logprobs[0, : len(ids) - 1]]
-    record = {"ids": ids, "logprobs": logprobs, "nll": -sum(logprobs)}
+    logprobs = _floats(scores.next_logprobs[0, : len(ids) - 1])
+    record = {"ids": ids, "logprobs": logprobs, "nll": 0.0 - math.fsum(logprobs)}
     if top_k:
         record["top_ids"] = np.asarray(scores.top_ids[0, : len(ids)]).tolist()
-        record["top_logits"] = np.asarray(scores.top_logits[0, : len(ids)]).tolist()
+        record["top_logits"] = [_floats(row) for row in scores.top_logits[0, : len(ids)]]
     return record
 
 
-def _row_ids(row: Mapping[str, Any], folder: ModelFolder, place: str) -> list[int]:
-    if "ids" in row:
-        ids, vocab = row["ids"], folder.config.vocab_size
-        whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
-        if not whole:
-            raise ValueError(f"{place}: ids must be a list of integers from 0 to {vocab - 1}")
-        return ids
-    if not isinstance(row.get("text"), str):
-        raise ValueError(f'{place}: needs "text" (a string) or "ids" (a list of integers)')
-    return folder.tokenizer(row["text"], add_special_tokens=False)["input_ids"]
+def _floats(values: Array | np.ndarray) -> list[float]:
+    """Convert float32 numbers to the shortest decimals that are read back as the same float32."""
+    return [float(str(value)) for value in np.asarray(values, np.float32)]
 
 
 def generate(
@@ -113,53 +158,85 @@ def generate(
     n: int,
     dtype: str = "float32",
 ) -> None:
-    """Print completions of prompts given as texts or as JSONL rows {"prompt": ...}."""
-    texts = list(prompts) + [_prompt_text(row, place) for place, row in read_rows(input)]
+    """Print completions of prompts given as texts or as JSONL rows {"prompt": ...}.
+
+    Raises ValueError naming the prompt at fault; nothing is printed then.
+    """
+    texts = [(f"prompt {number}", text) for number, text in enumerate(prompts, start=1)]
+    texts += [(place, _prompt_text(row, place)) for place, row in read_rows(input)]
     if not texts:
         raise ValueError("generate: no prompt given (--prompt TEXT or --in FILE)")
-    loaded = _load(model, adapter, quantize=quantize, dtype=dtype)
-    folder = loaded.folder
-    encoded, _ = encode_prompts(
-        [Example(question=text, answer="") for text in texts],
-        folder.tokenizer,
-        prompt_template="{question}",
-        chat_template=chat,
-        system_prompt=None,
-        max_prompt_tokens=folder.config.max_positions - max_tokens,
+    folder = open_model(model, dtype=dtype)
+    if chat and not folder.tokenizer.chat_template:
+        raise ValueError(f"--chat: {folder.path} has no chat template")
+    encoded = [_encode(text, folder, max_tokens, place, chat=chat) for place, text in texts]
+    loaded = _load(folder, adapter, quantize=quantize)
+    sampling = SamplingConfig(
+        max_completion_tokens=max_tokens,
+        end_ids=folder.end_ids,
+        pad_id=folder.pad_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
     rows = [prompt for prompt in encoded for _ in range(n)]
-    ids, mask = left_pad([p.ids for p in rows], max(len(p.ids) for p in rows), folder.pad_id)
-    out = sample(
-        loaded.policy,
-        loaded.trainable.adapter if loaded.trainable else None,
-        jnp.asarray(ids),
-        jnp.asarray(mask),
-        jax.random.key(seed),
-        jnp.arange(len(rows)),
-        config=folder.config,
-        sampling=SamplingConfig(
-            max_completion_tokens=max_tokens,
-            end_ids=folder.end_ids,
-            pad_id=folder.pad_id,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-        ),
-    )
-    for row, prompt in enumerate(rows):
-        length = int(out.lengths[row])
-        record = {
-            "prompt": prompt.text,
-            "completion": decode_completion(folder.tokenizer, np.asarray(out.ids[row, :length])),
-            "tokens": length,
-            "finish_reason": "stop" if bool(out.finished[row]) else "length",
-            "logprob": float(np.sum(out.logprobs[row, :length])),
-        }
-        print(json.dumps(record, ensure_ascii=False))
+    for record in _complete(rows, loaded, sampling, seed):
+        print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
 def _prompt_text(row: Mapping[str, Any], place: str) -> str:
     if not isinstance(row.get("prompt"), str):
         raise ValueError(f'{place}: needs "prompt" (a string)')
     return row["prompt"]
+
+
+def _encode(text: str, folder: ModelFolder, max_tokens: int, place: str, *, chat: bool) -> Prompt:
+    shown, ids = build_prompt(
+        Example(question=text, answer=""),
+        prompt_template="{question}",
+        chat_template=chat,
+        system_prompt=None,
+        tokenizer=folder.tokenizer,
+    )
+    if not ids:
+        raise ValueError(f"{place}: holds no token")
+    limit = folder.config.max_positions
+    if len(ids) + max_tokens > limit:
+        raise ValueError(
+            f"{place}: {len(ids)} tokens and --max-tokens {max_tokens} exceed the model's "
+            f"context of {limit} tokens"
+        )
+    return Prompt(text=shown, ids=tuple(ids), answer="")
+
+
+def _complete(
+    rows: Sequence[Prompt], loaded: LoadedModel, sampling: SamplingConfig, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Complete rows in batches of one shape; the last is filled up with repeats."""
+    width, size = max(len(row.ids) for row in rows), min(len(rows), GENERATE_ROWS)
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        filled = [*batch, *([batch[-1]] * (size - len(batch)))]
+        ids, mask = left_pad([row.ids for row in filled], width, loaded.folder.pad_id)
+        out = sample(
+            loaded.policy,
+            loaded.adapter,
+            jnp.asarray(ids),
+            jnp.asarray(mask),
+            jax.random.key(seed),
+            jnp.arange(start, start + size),
+            config=loaded.folder.config,
+            sampling=sampling,
+        )
+        out = jax.device_get(out)
+        for row, prompt in enumerate(batch):
+            length = int(out.lengths[row])
+            ids = out.ids[row, :length]
+            yield {
+                "prompt": prompt.text,
+                "completion": decode_completion(loaded.folder.tokenizer, ids),
+                "tokens": length,
+                "finish_reason": "stop" if out.finished[row] else "length",
+                "logprob": math.fsum(_floats(out.logprobs[row, :length])),
+            }

@@ -9,6 +9,7 @@ up and their number does not change the update.
 import typing
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,11 +19,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from qerl_jax.lora import Trainable
 from qerl_jax.models import TokenBatch
-from qerl_jax.protocols import Params, TokenLossFn
+from qerl_jax.protocols import Metrics, Params, TokenLossFn
 from qerl_jax.rl import truncated_importance_weights
 
 # (params, trainable, tokens, noise_key, sigma) -> (logprobs, entropy), both [batch, completion]
 LogprobFn = Callable[..., tuple[Float[Array, "batch completion"], Float[Array, "..."]]]
+
+# (state, params, batch, noise_key, sigma) -> (state, metrics)
+UpdateStep = Callable[..., tuple["TrainState", Metrics]]
 
 
 @typing.no_type_check
@@ -50,12 +54,14 @@ class TrainBatch:
     ref_logprobs: Float[Array, "batch completion"] | None
 
 
-def split_micro_batches(batch, micro_batch_size: int):
+def split_micro_batches(batch: Any, micro_batch_size: int) -> Any:
     """Reshape every leaf [batch, ...] to [batch / micro, micro, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, micro_batch_size, *x.shape[1:]), batch)
 
 
-def make_logprobs(logprob_fn: LogprobFn, *, micro_batch_size: int):
+def make_logprobs(
+    logprob_fn: LogprobFn, *, micro_batch_size: int
+) -> Callable[..., Float[Array, "batch completion"]]:
     """Build the jitted forward for old and reference log-probabilities of a whole rollout."""
 
     @jax.jit
@@ -76,7 +82,7 @@ def make_update_step(
     *,
     micro_batch_size: int,
     importance_cap: float | None = None,
-):
+) -> UpdateStep:
     """Build update_step(state, params, batch, noise_key, sigma) -> (state, metrics), jitted.
 
     `importance_cap` turns on truncated importance sampling: token losses are multiplied by
@@ -109,7 +115,7 @@ def make_update_step(
         (loss, sums, grads), _ = jax.lax.scan(accumulate, zeros, micros)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), **_means(sums)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_means(sums)}
         return state.replace(trainable=trainable, opt_state=opt_state), metrics
 
     return update_step

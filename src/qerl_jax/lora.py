@@ -94,7 +94,7 @@ def init_lora(
 def lora_delta(
     x: Float[Array, "*batch k"], pair: Mapping[str, Array], *, scale: float
 ) -> Float[Array, "*batch n"]:
-    """Compute the low-rank update of one layer, scale (x A) B, in the dtype of `x`.
+    """Compute the low-rank update of one layer, scale (x A) B, as float32.
 
     `pair` is {"a": [k, rank], "b": [rank, n]}. Its float32 masters are cast to the dtype of `x`
     for the products, which accumulate in float32.
@@ -104,7 +104,7 @@ def lora_delta(
     wide = {"precision": precision, "preferred_element_type": jnp.float32}
     a, b = pair["a"].astype(x.dtype), pair["b"].astype(x.dtype)
     hidden = jnp.einsum("...k,kr->...r", x, a, **wide).astype(x.dtype)
-    return (jnp.einsum("...r,rn->...n", hidden, b, **wide) * scale).astype(x.dtype)
+    return jnp.einsum("...r,rn->...n", hidden, b, **wide) * scale
 
 
 def init_trainable(

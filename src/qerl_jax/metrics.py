@@ -64,9 +64,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float) -> str:
-    """Format the numbers of a step that one wants to see go by."""
-    parts = [f"step {record['step']:>4}/{total_steps}", f"reward {record['reward']:.3f}"]
+def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: float | None) -> str:
+    """Format the numbers of a step that one wants to see go by; eta_seconds None: not known."""
+    step = record["step"]
+    count = f"{step:>{len(str(total_steps))}}/{total_steps}"
+    parts = [f"step {count} {progress_bar(step, total_steps)}", f"reward {record['reward']:.3f}"]
     for name, label, form in (
         ("entropy", "entropy", ".3f"),
         ("kl", "kl", ".4f"),
@@ -78,7 +80,24 @@ def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: fl
     ):
         if record.get(name) is not None:
             parts.append(f"{label} {record[name]:{form}}")
-    return "  ".join([*parts, f"eta {format_seconds(eta_seconds)}"])
+    eta = "-:--" if eta_seconds is None else format_seconds(eta_seconds)
+    return "  ".join([*parts, f"eta {eta}"])
+
+
+def progress_bar(done: int, total: int, *, width: int = 10) -> str:
+    """Draw a bar such as [####......]; it is full only when all is done."""
+    filled = width * done // total
+    return f"[{'#' * filled}{'.' * (width - filled)}]"
+
+
+def remaining_seconds(step_ends: Sequence[float], *, steps_left: int) -> float | None:
+    """Estimate the time of the steps to come from the ends of those done (seconds of a clock).
+
+    The first step, which compiles, only starts the clock; None until a second one has ended.
+    """
+    if len(step_ends) < 2:
+        return None
+    return (step_ends[-1] - step_ends[0]) / (len(step_ends) - 1) * steps_left
 
 
 def format_seconds(seconds: float) -> str:

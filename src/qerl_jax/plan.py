@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from qerl_jax.experiment import Experiment, init_state
+from qerl_jax.lora import lora_targets
 from qerl_jax.models import abstract_params
 from qerl_jax.quant import LINEAR_WEIGHTS, quantize_params
 
@@ -34,7 +35,8 @@ def describe_plan(experiment: Experiment) -> str:
         f"KV cache     {cache / _MIB:10.1f} MiB for {rows} rows x {slots} tokens",
     ]
     if config.rollout.weights == "expanded" and config.quant.format == "nvfp4":
-        lines.append(f"expanded     {_count(dense) * width / _MIB:10.1f} MiB during rollouts")
+        linear = sum(dense["layers"][name]["weight"].size for name in lora_targets(dense))
+        lines.append(f"expanded     {linear * width / _MIB:10.1f} MiB during rollouts")
     lines += [
         f"data         {len(experiment.train_prompts)} training prompts "
         f"({experiment.dropped} too long), {len(experiment.eval_prompts)} held-out, "

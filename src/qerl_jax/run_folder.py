@@ -1,8 +1,11 @@
 """The folder of a run: what it holds, when it may be created, resumed or replaced."""
 
 import json
+import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -28,14 +31,13 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
     Raises ValueError, FileExistsError or FileNotFoundError.
     """
     path = Path(config.run_dir)
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"run_dir: {path} is a file, not a folder")
+    _check_writable(path)
     holds_run = (path / CONFIG).is_file()
     occupied = path.is_dir() and any(path.iterdir())
     if resume:
         if not holds_run:
             raise FileNotFoundError(f"run_dir: {path} holds no run to resume (no {CONFIG})")
-        _check_same(config, load_config(path / CONFIG), path)
+        check_same(config, load_config(path / CONFIG), path)
     elif occupied and not overwrite:
         raise FileExistsError(
             f"run_dir: {path} exists; --resume continues it, --overwrite replaces it"
@@ -44,8 +46,22 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
         raise FileExistsError(f"run_dir: {path} is not a run folder (no {CONFIG}), so it stays")
 
 
-def _check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -> None:
-    """Allow only what cannot change a number: names of folders and what is kept or shown."""
+def _check_writable(path: Path) -> None:
+    """Look at the nearest folder that exists, so that hours of work do not end in an OSError."""
+    absolute = path.absolute()
+    nearest = next(p for p in (absolute, *absolute.parents) if p.exists())
+    if not nearest.is_dir():
+        raise FileExistsError(f"run_dir: {path} cannot be a folder: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"run_dir: {path} cannot be written: no permission for {nearest}")
+
+
+def check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -> None:
+    """Refuse to go on with another config than the stored one of the run folder `path`.
+
+    Only what cannot change a number may differ: the folder's name and what is kept or shown.
+    Raises ValueError with the list of the differences.
+    """
     free = replace(
         stored,
         run_dir=config.run_dir,
@@ -64,24 +80,39 @@ def _check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) 
 def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
     """Make the run folder with its resolved config and environment; returns its path.
 
-    A folder that is replaced is moved aside first and deleted last.
+    A folder that is replaced is moved aside first, deleted last, and put back on failure.
     Raises OSError naming run_dir when it cannot be written.
     """
     path = Path(config.run_dir)
-    aside = path.with_name(f".{path.name}.replaced")
+    texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if overwrite and path.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-        path.mkdir(exist_ok=True)
-        write_atomically(path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-        write_atomically(path / CONFIG, dump_config(config))
+        with _moved_aside(path) if overwrite and path.exists() else nullcontext():
+            path.mkdir(exist_ok=True)
+            for name, text in texts.items():
+                write_atomically(path / name, text)
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
-    shutil.rmtree(aside, ignore_errors=True)
     return path
+
+
+@contextmanager
+def _moved_aside(path: Path) -> Iterator[None]:
+    aside = path.absolute().with_name(f".{path.absolute().name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _as_json(value: dict[str, str]) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """One training step: roll out, score, turn into an optimizer batch, update."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from qerl_jax.sampling import SamplingConfig, generate
 
 
 @contextmanager
-def phase(times: dict[str, float], name: str):
+def phase(times: dict[str, float], name: str) -> Iterator[None]:
     """Add the wall-clock seconds of a block to `times`."""
     start = time.perf_counter()
     yield
@@ -48,6 +48,7 @@ def train_step(
         rollout = sample(experiment, state, indices, noise_key, sampling_key, sigma)
     with phase(times, "batch"):
         batch, info = make_batch(experiment, state, rollout, noise_key, sigma)
+        jax.block_until_ready(batch)  # or its forwards would be timed as part of the update
     with phase(times, "update"):
         for _ in range(config.optimizer.num_iterations):
             state, metrics = experiment.update_step(
@@ -55,7 +56,15 @@ def train_step(
             )
         metrics = jax.device_get(metrics)
     state = state.replace(step=state.step + 1)
-    record = {"step": step + 1, "epoch": cursor.epoch, "sigma": float(sigma), **info, **metrics}
+    last_update = (step + 1) * config.optimizer.num_iterations - 1
+    record = {
+        "step": step + 1,
+        "epoch": cursor.epoch,
+        "sigma": float(sigma),
+        "learning_rate": float(experiment.parts.learning_rate(last_update)),
+        **info,
+        **metrics,
+    }
     return state, next_cursor, record | _timings(times, rollout), rollout
 
 
@@ -124,7 +133,7 @@ def make_batch(
         advantages=advantages,
         loss_mask=jnp.asarray(loss_mask),
         token_weights=token_weights(
-            jnp.asarray(loss_mask),
+            jnp.asarray(loss_mask, jnp.float32),
             aggregation=experiment.parts.aggregation,
             max_completion_tokens=config.rollout.max_completion_tokens,
         ),

@@ -7,19 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from qerl_jax import checkpoint, run_folder
 from qerl_jax.base_model import count_bytes
 from qerl_jax.config import ExperimentConfig
-from qerl_jax.config_io import dump_config
+from qerl_jax.config_io import config_hash, dump_config, parse_config
 from qerl_jax.data import DataState, Prompt
 from qerl_jax.evaluate import EvalReport, EvalRow, evaluate
 from qerl_jax.experiment import Experiment, build_experiment, init_state
 from qerl_jax.learner import TrainState
 from qerl_jax.lora import Trainable, overlay_norms
-from qerl_jax.metrics import append_jsonl, console_line, keep_steps, read_jsonl
+from qerl_jax.metrics import (
+    append_jsonl,
+    console_line,
+    keep_steps,
+    read_jsonl,
+    remaining_seconds,
+)
 from qerl_jax.peft import export_adapter
 from qerl_jax.rollout import Rollout, roll_out
 from qerl_jax.sampling import SamplingConfig, generate
@@ -64,6 +71,7 @@ def run_training(
         path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
     )
     if resume and (restored := checkpoint.restore(manager, state)):
+        run_folder.check_same(config, parse_config(restored.meta["config"]), path)
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
@@ -78,32 +86,35 @@ def run_training(
 
 def _loop(experiment, state, cursor, path, manager, stop_after, stopped, say):
     """Run the remaining steps; returns the last state and data cursor."""
-    config, first, started = experiment.config, int(state.step), time.perf_counter()
-    last = config.train.total_steps
-    if stop_after is not None:
-        last = min(last, first + stop_after)
+    config, first, ends = experiment.config, int(state.step), []
+    total = config.train.total_steps
+    last = total if stop_after is None else min(total, first + stop_after)
     if first == 0:
         _evaluate_once(experiment, state, path, say)
-    for step in range(first, last):
+    for step in range(first + 1, last + 1):
         state, cursor, record, rollout = train_step(experiment, state, cursor)
         append_jsonl(path / run_folder.METRICS, record)
-        eta = (
-            (time.perf_counter() - started)
-            / (step + 1 - first)
-            * (config.train.total_steps - step - 1)
-        )
-        say(console_line(record, total_steps=config.train.total_steps, eta_seconds=eta))
-        if _due(config.train.log_samples_every, step + 1):
-            say(_log_sample(experiment, path, step + 1, rollout))
-        if _due(config.eval.every, step + 1):
+        ends.append(time.perf_counter())
+        eta = remaining_seconds(ends, steps_left=total - step)
+        say(console_line(record, total_steps=total, eta_seconds=eta))
+        if _due(config.train.log_samples_every, step):
+            say(_log_sample(experiment, path, step, rollout))
+        if _due(config.eval.every, step):
             _evaluate_once(experiment, state, path, say)
-        over = stopped.is_set() or step + 1 == last
-        if over or _due(config.train.checkpoint_every, step + 1):
-            meta = {"data": asdict(cursor), "config": dump_config(config)}
-            checkpoint.save(manager, state, meta)
+        over = stopped.is_set() or step == last
+        if over or _due(config.train.checkpoint_every, step):
+            checkpoint.save(manager, state, _checkpoint_meta(config, cursor))
         if over:
             break
     return state, cursor
+
+
+def _checkpoint_meta(config: ExperimentConfig, cursor: DataState) -> dict[str, Any]:
+    return {
+        "data": asdict(cursor),
+        "config": dump_config(config),
+        "config_hash": config_hash(config),
+    }
 
 
 def _due(every: int, step: int) -> bool:

@@ -20,6 +20,7 @@ from qerl_jax.rewards import format_boxed, format_hash, format_tags
         ("", "<think>a</think><answer>1</answer><answer>2</answer>", 0.0),
         ("", "<think>a</think><answer>1", 0.0),
         ("", "</think><think><answer>1</answer>", 0.0),
+        ("", "<think><answer>1</think></answer>", 0.0),
         ("", "", 0.0),
     ],
 )

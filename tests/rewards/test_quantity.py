@@ -125,6 +125,7 @@ def test_forms_of_a_number(text, value):
         "18\u00b2",
         "18\u00bd",
         "1\uff18",
+        "3\u5341",
         "3 x 3 = 3",
         "3**3**3",
         "18:18",

@@ -136,11 +136,11 @@ def _open_task(name: str, task: Mapping[str, int], *, seed: int, length: int):
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
-    except ImportError:
+    except ImportError as error:
         raise ValueError(
             'data.source: reasoning_gym needs the package "reasoning-gym" '
-            '(pip install "qerl-jax[gym]")'
-        ) from None
+            f'(pip install "qerl-jax[gym]"): {first_line(error)}'
+        ) from error
     if name not in DATASETS:
         raise unknown_name("data.name", name, DATASETS)
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}

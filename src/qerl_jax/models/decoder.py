@@ -4,12 +4,12 @@ Training and scoring scan the stacked layers, so compile time and memory do not 
 token-by-token decoding (sampling.py) runs the same `block` over a list of layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from qerl_jax.lora import LoraAdapter
 from qerl_jax.models.config import DecoderConfig
@@ -34,52 +34,70 @@ class Rope(NamedTuple):
 
 
 def embed_tokens(
-    params: Params, tokens: Int[Array, "batch time"], *, config: DecoderConfig
-) -> Float[Array, "batch time embed"]:
-    """Look up token embeddings in the compute dtype."""
-    return params["embed_tokens"][tokens].astype(jnp.dtype(config.dtype))
+    params: Params, tokens: Int[Array, "batch time"]
+) -> Float32[Array, "batch time embed"]:
+    """Look up token embeddings: the start of the residual stream, which is float32."""
+    return params["embed_tokens"][tokens].astype(jnp.float32)
 
 
 def project(
-    x: Float[Array, "batch time k"], name: str, layer: Mapping[str, Any], pairs, scale: float
-) -> Float[Array, "batch time n"]:
+    x: Float[Array, "batch time k"],
+    name: str,
+    layer: Mapping[str, Any],
+    pairs: Mapping[str, Mapping[str, Array]],
+    scale: float,
+) -> Float32[Array, "batch time n"]:
     """Apply the projection `name` of a layer with its bias and its adapter, if it has them."""
     weights = layer[name]
     return linear(x, weights["weight"], bias=weights.get("bias"), pair=pairs.get(name), scale=scale)
 
 
-def qkv(x, layer: Mapping[str, Any], pairs, rope: Rope, *, scale: float, config: DecoderConfig):
-    """Project to queries [batch, time, heads, dim] and to keys and values in cache layout."""
-    batch, time, _ = x.shape
-    shape = (batch, time, -1, config.head_dim)
-    q = project(x, "q_proj", layer, pairs, scale).reshape(shape)
-    k = project(x, "k_proj", layer, pairs, scale).reshape(shape)
-    v = project(x, "v_proj", layer, pairs, scale).reshape(shape)
-    if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], eps=config.rms_eps)
-        k = rms_norm(k, layer["k_norm"], eps=config.rms_eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
-
-
-def block(
+def qkv(
     x: Float[Array, "batch time embed"],
     layer: Mapping[str, Any],
     pairs: Mapping[str, Mapping[str, Array]],
     rope: Rope,
-    attend,
     *,
     scale: float,
     config: DecoderConfig,
-):
-    """Run one decoder block; `attend(q, k, v) -> (output, kept)` decides what the queries see."""
-    normed = rms_norm(x, layer["input_layernorm"], eps=config.rms_eps)
+) -> tuple[Float[Array, "batch time q_heads head_dim"], *KV]:
+    """Project to queries [batch, time, heads, dim] and to keys and values in cache layout."""
+    batch, time, _ = x.shape
+    shape = (batch, time, -1, config.head_dim)
+    q, k, v = (
+        project(x, name, layer, pairs, scale).reshape(shape)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], eps=config.rms_eps, dtype=jnp.float32)
+        k = rms_norm(k, layer["k_norm"], eps=config.rms_eps, dtype=jnp.float32)
+    q, k = (apply_rope(heads, *rope, dtype=x.dtype) for heads in (q, k))
+    return q, k.swapaxes(1, 2), v.astype(x.dtype).swapaxes(1, 2)
+
+
+def block(
+    x: Float32[Array, "batch time embed"],
+    layer: Mapping[str, Any],
+    pairs: Mapping[str, Mapping[str, Array]],
+    rope: Rope,
+    attend: Callable[..., tuple[Float[Array, "batch time q_heads head_dim"], Any]],
+    *,
+    scale: float,
+    config: DecoderConfig,
+) -> tuple[Float32[Array, "batch time embed"], Any]:
+    """Run one decoder block; `attend(q, k, v) -> (output, kept)` decides what the queries see.
+
+    The residual stream stays float32: rounding it to bfloat16 in every block is the largest part
+    of what sampler and trainer would otherwise disagree on.
+    """
+    dtype = jnp.dtype(config.dtype)
+    normed = rms_norm(x, layer["input_layernorm"], eps=config.rms_eps, dtype=dtype)
     mixed, kept = attend(*qkv(normed, layer, pairs, rope, scale=scale, config=config))
     x = x + project(mixed.reshape(*x.shape[:2], -1), "o_proj", layer, pairs, scale)
-    normed = rms_norm(x, layer["post_attention_layernorm"], eps=config.rms_eps)
+    normed = rms_norm(x, layer["post_attention_layernorm"], eps=config.rms_eps, dtype=dtype)
     gate = project(normed, "gate_proj", layer, pairs, scale)
     up = project(normed, "up_proj", layer, pairs, scale)
-    return x + project(swiglu(gate, up), "down_proj", layer, pairs, scale), kept
+    return x + project(swiglu(gate, up, dtype=dtype), "down_proj", layer, pairs, scale), kept
 
 
 def token_positions(valid: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
@@ -120,6 +138,6 @@ def forward(
 
     if config.remat and not return_cache:
         step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
-    x = embed_tokens(params, tokens, config=config)
+    x = embed_tokens(params, tokens)
     x, cache = jax.lax.scan(step, x, (params["layers"], pairs))
-    return rms_norm(x, params["norm"], eps=config.rms_eps), cache
+    return rms_norm(x, params["norm"], eps=config.rms_eps, dtype=config.dtype), cache

@@ -1,14 +1,14 @@
 """Hugging Face folder -> parameters: dense, quantized on the way in, or already NVFP4."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.format import BLOCK_SIZE
 from qerl_jax.hf_files import CONFIG_FILE, TensorEntry, find_tensors, read_config, read_tensor
@@ -135,12 +135,17 @@ def _load(
 def _read_finite(entry: TensorEntry) -> Array:
     """Read a tensor onto the device, refusing NaN and infinity."""
     array = jnp.asarray(read_tensor(entry))
-    if array.dtype.itemsize > 1 and not np.isfinite(_amax(array.reshape(1, -1))):
+    if array.dtype.itemsize > 1 and not _all_finite(array):
         raise ValueError(f"{entry.place}: holds NaN or infinity")
     return array
 
 
 _amax = jax.jit(weight_amax)
+
+
+@jax.jit
+def _all_finite(array: Float[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(array).all()  # one fused loop: an embedding is too large for copies
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -149,16 +154,12 @@ def _put(stack: Array, layer: Int[Array, ""] | int, value: Array) -> Array:
     return stack.at[layer].set(value.astype(stack.dtype))
 
 
-def _stack(
-    entries: Sequence[TensorEntry],
-    dtype: jax.typing.DTypeLike,
-    read: Callable[[TensorEntry], Array] = _read_finite,
-) -> Array:
+def _stack(entries: Sequence[TensorEntry], dtype: jax.typing.DTypeLike) -> Array:
     """Read one tensor a layer into an array [layers, ...]."""
     stack = jnp.zeros((len(entries), *entries[0].shape), dtype)
     for layer, entry in enumerate(entries):
         # Waiting keeps the host from reading tensors faster than they are written.
-        stack = jax.block_until_ready(_put(stack, layer, read(entry)))
+        stack = jax.block_until_ready(_put(stack, layer, _read_finite(entry)))
     return stack
 
 

@@ -1,8 +1,10 @@
 """The parts of a decoder block as pure functions; `linear` is the one place that knows NVFP4."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from qerl_jax.lora import lora_delta
 from qerl_jax.models.config import DecoderConfig, Llama3RopeScaling
@@ -14,36 +16,73 @@ def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+@jax.custom_vjp
+def matmul(x: Float[Array, "*batch k"], weight: Float[Array, "n k"]) -> Float[Array, "*batch n"]:
+    """Multiply by a weight, y = x W^T, in the dtype of `x` with a float32 result.
+
+    The one rounding is left to whoever uses the result, so that sampler and trainer, whose
+    products may be split differently, round nearly equal numbers.
+    """
+    return jnp.einsum(
+        "...k,nk->...n",
+        x,
+        weight,
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _matmul_forward(x, weight):
+    return matmul(x, weight), (x, weight)
+
+
+def _matmul_backward(saved, gradient):
+    # In the dtype of the activations: a float32 operand would turn the whole product to float32.
+    x, weight = saved
+    narrow = gradient.astype(x.dtype)
+    settings = {"precision": matmul_precision(x.dtype)}
+    to_x = jnp.einsum("...n,nk->...k", narrow, weight, **settings)
+    to_weight = jnp.einsum("...n,...k->nk", narrow, x, **settings)
+    return to_x, to_weight.astype(weight.dtype)
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
 def linear(
     x: Float[Array, "*batch k"],
     weight: Float[Array, "n k"] | NvFp4Tensor,
     *,
     bias: Float[Array, " n"] | None = None,
-    pair: dict[str, Array] | None = None,
+    pair: Mapping[str, Array] | None = None,
     scale: float = 1.0,
-) -> Float[Array, "*batch n"]:
+) -> Float32[Array, "*batch n"]:
     """Multiply by a dense or NVFP4 weight, add the bias and the low-rank update.
 
     y = x W^T + bias + scale (x A) B
 
-    The product is computed in the dtype of `x`; the frozen weight has no gradient.
+    Products are computed in the dtype of `x` and added up in float32.
     """
     if isinstance(weight, NvFp4Tensor):
         dense = dequantize(weight, dtype=x.dtype)
     else:
         dense = weight.astype(x.dtype)
-    y = jnp.einsum("...k,nk->...n", x, dense, precision=matmul_precision(x.dtype))
+    y = matmul(x, dense)
     if bias is not None:
-        y = y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     if pair is not None:
         y = y + lora_delta(x, pair, scale=scale)
     return y
 
 
 def rms_norm(
-    x: Float[Array, "*batch embed"], scale: Float[Array, " embed"], *, eps: float
+    x: Float[Array, "*batch embed"],
+    scale: Float[Array, " embed"],
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch embed"]:
-    """Normalize by the root mean square, in float32, and return the dtype of `x`.
+    """Normalize by the root mean square, in float32, and round once to `dtype`.
 
     y = scale * x / sqrt(mean(x^2) + eps)
 
@@ -52,7 +91,7 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     wide_scale = jnp.broadcast_to(scale.astype(jnp.float32), wide.shape)
-    return (wide * inverse * wide_scale).astype(x.dtype)
+    return (wide * inverse * wide_scale).astype(dtype)
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Array, " half"]:
@@ -87,12 +126,14 @@ def apply_rope(
     x: Float[Array, "batch time heads head_dim"],
     cos: Float[Array, "batch time head_dim"],
     sin: Float[Array, "batch time head_dim"],
+    *,
+    dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Rotate the pairs (i, i + head_dim/2), in float32."""
+    """Rotate the pairs (i, i + head_dim/2), in float32, and round once to `dtype`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
     straight = jnp.concatenate([first, second], axis=-1)
-    return (straight * cos[:, :, None, :] + turned * sin[:, :, None, :]).astype(x.dtype)
+    return (straight * cos[:, :, None, :] + turned * sin[:, :, None, :]).astype(dtype)
 
 
 def attention(
@@ -120,7 +161,10 @@ def attention(
 
 
 def swiglu(
-    gate: Float[Array, "*batch ffn"], up: Float[Array, "*batch ffn"]
+    gate: Float32[Array, "*batch ffn"],
+    up: Float32[Array, "*batch ffn"],
+    *,
+    dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch ffn"]:
-    """Gate the MLP: silu(gate) * up, the sigmoid in float32."""
-    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(up.dtype)
+    """Gate the MLP, silu(gate) * up, in float32, and round once to `dtype`."""
+    return (jax.nn.silu(gate) * up).astype(dtype)

@@ -33,7 +33,7 @@ def score_tokens(
     valid: Bool[Array, "batch time"],
     *,
     config: DecoderConfig,
-    temperature: float,
+    temperature: float | Float[Array, ""],
     top_k: int,
 ) -> Scores:
     """Score sequences padded on the right, `config.logits_chunk` rows of logits at a time.

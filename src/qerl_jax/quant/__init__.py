@@ -2,8 +2,10 @@
 
 from qerl_jax.quant.nvfp4 import (
     NvFp4Tensor,
+    block_scales_of,
     check_weight,
     dequantize,
+    encode,
     global_scale_from_amax,
     global_scale_of,
     quantize,
@@ -16,8 +18,10 @@ __all__ = [
     "FUSED_GROUPS",
     "LINEAR_WEIGHTS",
     "NvFp4Tensor",
+    "block_scales_of",
     "check_weight",
     "dequantize",
+    "encode",
     "fused_group",
     "global_scale_from_amax",
     "global_scale_of",

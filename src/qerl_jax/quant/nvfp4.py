@@ -14,6 +14,7 @@ R is float32 by default. llm-compressor computes the two scales in the dtype of 
 import functools
 import math
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,11 +66,13 @@ class NvFp4Tensor:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+@jax.jit
 def weight_amax(weight: Float[Weight, "*stack n k"]) -> Float32[Array, "*stack"]:
     """Return the largest magnitude of each weight; NaN or inf if there is one."""
     return _amax(_as_float32(weight), (-2, -1))
 
 
+@functools.partial(jax.jit, static_argnames=("round_to",))
 def global_scale_from_amax(
     amax: Float32[Array, "*stack"], *, round_to: DTypeLike = jnp.float32
 ) -> Float32[Array, "*stack"]:
@@ -89,6 +92,35 @@ def global_scale_of(
 ) -> Float32[Array, "*stack"]:
     """Return the global scale of each weight by itself."""
     return global_scale_from_amax(weight_amax(weight), round_to=round_to)
+
+
+@functools.partial(jax.jit, static_argnames=("round_to",))
+def block_scales_of(
+    weight: Float[Weight, "*stack n k"],
+    global_scale: Float32[Array, "*stack"],
+    *,
+    round_to: DTypeLike = jnp.float32,
+) -> Float8e4m3fn[Array, "*stack n blocks"]:
+    """Return e4m3(min(R(block_amax / 6) * global_scale, 448)), with 0.125 in place of 0."""
+    sixth = exact.divide(*jnp.broadcast_arrays(_amax(_blocks(weight), -1), E2M1_MAX))
+    scales = _rounding(round_to)(sixth) * global_scale[..., None, None]
+    # A value above 464 would become NaN.
+    rounded = jnp.minimum(scales, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    return jnp.where(rounded == 0, jnp.float8_e4m3fn(_ZERO_BLOCK_SCALE), rounded)
+
+
+@jax.jit
+def encode(
+    weight: Float[Weight, "*stack n k"],
+    block_scales: Float8e4m3fn[Array, "*stack n blocks"],
+    global_scale: Float32[Array, "*stack"],
+) -> UInt8[Array, "*stack n half_k"]:
+    """Return the packed codes of a weight for given scales, none of which may be zero."""
+    # The barrier keeps XLA from computing a block's scale again for each of its values.
+    local = lax.optimization_barrier(local_scales(block_scales, global_scale))
+    blocks = _blocks(weight)
+    codes = _e2m1_codes(blocks, jnp.broadcast_to(local[..., None], blocks.shape))
+    return pack_codes(codes.reshape(weight.shape))
 
 
 def quantize(
@@ -117,9 +149,11 @@ def quantize(
         raise ValueError(
             f"quantize: global_scale {global_scale.shape} does not fit weight {weight.shape}"
         )
-    return _quantize(weight, global_scale, round_to=jnp.dtype(round_to))
+    block_scales = block_scales_of(weight, global_scale, round_to=round_to)
+    return NvFp4Tensor(encode(weight, block_scales, global_scale), block_scales, global_scale)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype",))
 def dequantize(q: NvFp4Tensor, *, dtype: DTypeLike = jnp.bfloat16) -> Float[Array, "*stack n k"]:
     """Decode to `dtype`: the float32 value is exact, a narrower one is rounded from it."""
     return dequantize_reference(q.packed, q.block_scales, q.global_scale, dtype=dtype)
@@ -196,7 +230,11 @@ def _as_float32(weight: Float[Weight, "*shape"]) -> Float32[Array, "*shape"]:
     return lax.optimization_barrier(jnp.asarray(weight)).astype(jnp.float32)
 
 
-def _rounding(round_to: DTypeLike) -> typing.Callable[[Array], Array]:
+def _blocks(weight: Float[Weight, "*rows k"]) -> Float32[Array, "*rows blocks 16"]:
+    return _as_float32(weight).reshape(*weight.shape[:-1], -1, BLOCK_SIZE)
+
+
+def _rounding(round_to: DTypeLike) -> Callable[[Array], Array]:
     if jnp.dtype(round_to) == jnp.bfloat16:
         return exact.round_to_bfloat16
     if jnp.dtype(round_to) == jnp.float32:
@@ -206,24 +244,6 @@ def _rounding(round_to: DTypeLike) -> typing.Callable[[Array], Array]:
 
 def _amax(x: Float32[Array, "..."], axes: int | tuple[int, ...]) -> Float32[Array, "..."]:
     return exact.from_bits(jnp.max(exact.magnitude_bits(x), axis=axes))
-
-
-@functools.partial(jax.jit, static_argnames=("round_to",))
-def _quantize(
-    weight: Float[Weight, "*stack n k"],
-    global_scale: Float32[Array, "*stack"],
-    *,
-    round_to: np.dtype,
-) -> NvFp4Tensor:
-    blocks = _as_float32(weight).reshape(*weight.shape[:-1], -1, BLOCK_SIZE)
-    sixth = exact.divide(*jnp.broadcast_arrays(_amax(blocks, -1), E2M1_MAX))
-    scales = _rounding(round_to)(sixth) * global_scale[..., None, None]
-    # A value above 464 would become NaN.
-    rounded = jnp.minimum(scales, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    block_scales = jnp.where(rounded == 0, jnp.float8_e4m3fn(_ZERO_BLOCK_SCALE), rounded)
-    local = local_scales(block_scales, global_scale)
-    codes = _e2m1_codes(blocks, jnp.broadcast_to(local[..., None], blocks.shape))
-    return NvFp4Tensor(pack_codes(codes.reshape(weight.shape)), block_scales, global_scale)
 
 
 def _e2m1_codes(

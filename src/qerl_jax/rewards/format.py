@@ -27,8 +27,7 @@ def format_tags(prompt: str, completion: str, answer: str) -> float:
         return 0.0
     between = text.partition(THINK_CLOSE)[2].partition(ANSWER_OPEN)[0]
     framed = text.startswith(THINK_OPEN) and text.endswith(ANSWER_CLOSE)
-    ordered = text.find(THINK_CLOSE) < text.find(ANSWER_OPEN)
-    return float(framed and ordered and not between.strip())
+    return float(framed and not between.strip())
 
 
 def format_hash(prompt: str, completion: str, answer: str) -> float:

@@ -144,7 +144,7 @@ def _decode_step(
     rope = Rope(*rope_tables(positions[:, None], config))
     padded = jnp.pad(prompt_mask, ((0, 0), (0, slots - prompt)), constant_values=True)
     mask = (padded & (jnp.arange(slots) <= slot)[None, :])[:, None, :]
-    x = embed_tokens(params, tokens[:, None], config=config)
+    x = embed_tokens(params, tokens[:, None])
     caches = []
     for layer, (k_cache, v_cache) in zip(layers, state.caches, strict=True):
 
@@ -157,7 +157,7 @@ def _decode_step(
             x, layer["weights"], layer["pairs"], rope, attend, scale=scale, config=config
         )
         caches.append(cache)
-    hidden = rms_norm(x[:, 0], params["norm"], eps=config.rms_eps)
+    hidden = rms_norm(x[:, 0], params["norm"], eps=config.rms_eps, dtype=config.dtype)
     return last_logits(params, hidden), tuple(caches)
 
 

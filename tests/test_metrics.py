@@ -1,0 +1,142 @@
+"""JSON lines on disk and the console line: what a crash leaves, what a resumed run keeps."""
+
+import io
+import json
+import math
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.metrics import (
+    append_jsonl,
+    console_line,
+    format_seconds,
+    keep_steps,
+    progress_bar,
+    read_jsonl,
+    read_rows,
+    remaining_seconds,
+    write_atomically,
+    write_lines,
+)
+
+RECORD = {
+    "step": 3,
+    "reward": 0.25,
+    "entropy": 1.23456,
+    "length_mean": 4.5,
+    "grad_norm": 0.125,
+    "sigma": 1e-3,
+    "time/tokens_per_second": 1234.4,
+    "time/step": 1.5,
+}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.txt"
+    write_atomically(path, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "half\ud800")
+    assert path.read_text() == "old\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_records_are_plain_json(tmp_path):
+    path = tmp_path / "m.jsonl"
+    append_jsonl(path, {"step": 1, "a": jnp.float32(0.1), "b": np.int64(2), "text": "é"})
+    append_jsonl(path, {"step": 2, "a": math.nan, "b": np.float32(math.inf), "c": {"d": math.nan}})
+    first, second = path.read_text(encoding="utf-8").splitlines()
+    assert first == '{"step": 1, "a": 0.10000000149011612, "b": 2, "text": "é"}'
+    assert json.loads(second) == {"step": 2, "a": None, "b": None, "c": {"d": None}}
+
+
+def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert read_jsonl(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_records_of_later_steps_go_and_the_others_keep_their_bytes(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for step in range(1, 5):
+        append_jsonl(path, {"step": step, "a": np.float32(step) / 3, "b": 1e-8, "c": math.nan})
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + '{"step": 5, "a"')
+    keep_steps(path, 2)
+    assert path.read_text() == "".join(lines[:2])
+    keep_steps(tmp_path / "absent.jsonl", 2)
+    assert not (tmp_path / "absent.jsonl").exists()
+
+
+def test_console_line():
+    assert console_line(RECORD, total_steps=12, eta_seconds=65.4) == (
+        "step  3/12 [##........]  reward 0.250  entropy 1.235  length 4.5  grad 0.125  "
+        "sigma 1.0e-03  tok/s 1234  s/step 1.50  eta 1:05"
+    )
+
+
+def test_console_line_shows_kl_when_there_is_one_and_no_eta_before_it_is_known():
+    line = console_line(RECORD | {"kl": 0.01}, total_steps=3, eta_seconds=None)
+    assert line.startswith("step 3/3 [##########]  reward 0.250  entropy 1.235  kl 0.0100  ")
+    assert line.endswith("  eta -:--")
+
+
+@pytest.mark.parametrize(
+    ("done", "bar"),
+    [(0, ".........."), (9, "#########."), (10, "##########")],
+)
+def test_progress_bar(done, bar):
+    assert progress_bar(done, 10) == f"[{bar}]"
+
+
+def test_a_bar_is_full_only_at_the_end():
+    assert progress_bar(999_999, 1_000_000) == "[#########.]"
+    assert progress_bar(1, 3, width=3) == "[#..]"
+
+
+def test_the_first_step_does_not_count_in_the_eta():
+    # It ends at 100 s after compiling, those after it take 2 s each.
+    assert remaining_seconds([], steps_left=10) is None
+    assert remaining_seconds([100.0], steps_left=9) is None
+    assert remaining_seconds([100.0, 102.0], steps_left=8) == 16.0
+    assert remaining_seconds([100.0, 102.0, 104.0], steps_left=7) == 14.0
+    assert remaining_seconds([100.0, 102.0], steps_left=0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.0, "59:59"), (3723.0, "1:02:03")]
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_rows_come_with_their_place(tmp_path, monkeypatch):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert list(read_rows(str(path))) == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": 2})]
+    assert list(read_rows(None)) == []
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"a": 3}\n'))
+    assert list(read_rows("-")) == [("standard input:1", {"a": 3})]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "2: not valid JSON (Expecting property name"), ("[1]", "2: holds list, not an object")],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, line, message):
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(ValueError) as refusal:
+        list(read_rows(str(path)))
+    assert str(refusal.value).startswith(f"{path}:{message}")
+
+
+def test_lines_are_written_to_a_file_or_to_standard_output(tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    write_lines(str(path), [{"a": "é"}, {"a": 2}])
+    write_lines("-", [{"a": "é"}, {"a": 2}])
+    assert path.read_text(encoding="utf-8") == capsys.readouterr().out == '{"a": "é"}\n{"a": 2}\n'

@@ -1,0 +1,173 @@
+"""The run folder: when it may be made, resumed or replaced, and that a refusal leaves it alone."""
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+
+from qerl_jax import run_folder
+from qerl_jax.config import ExperimentConfig, TrainConfig
+from qerl_jax.config_io import load_config
+from qerl_jax.run_folder import CONFIG, check_run, check_same, create_run, environment
+
+
+def config_at(path, **changes):
+    return ExperimentConfig(run_dir=str(path), **changes)
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the folder of a run of the default config, with a file in it."""
+    path = create_run(config_at(tmp_path / "run"), overwrite=False)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    return path
+
+
+def refusal(config, *, resume=False, overwrite=False):
+    with pytest.raises((ValueError, OSError)) as error:
+        check_run(config, resume=resume, overwrite=overwrite)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_new_run_folder_holds_its_config_and_environment(tmp_path):
+    config = config_at(tmp_path / "a/b/run", seed=7)
+    check_run(config, resume=False, overwrite=False)
+    path = create_run(config, overwrite=False)
+    assert load_config(path / CONFIG) == config
+    assert json.loads((path / "environment.json").read_text()) == environment()
+    assert {"jax", "python", "device"} <= set(environment())
+
+
+def test_checking_touches_nothing(tmp_path):
+    check_run(config_at(tmp_path / "a/run"), resume=False, overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_used_as_it_is(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    before = path.stat().st_ino
+    check_run(config_at(path), resume=False, overwrite=False)
+    create_run(config_at(path), overwrite=False)
+    assert path.stat().st_ino == before  # it may be a mount point or somebody's working folder
+
+
+def test_a_folder_in_use_is_refused(run):
+    assert refusal(config_at(run)) == (
+        f"run_dir: {run} exists; --resume continues it, --overwrite replaces it"
+    )
+
+
+def test_overwrite_spares_what_is_not_a_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    assert refusal(config_at(tmp_path), overwrite=True) == (
+        f"run_dir: {tmp_path} is not a run folder (no {CONFIG}), so it stays"
+    )
+
+
+def test_resume_needs_a_run(tmp_path):
+    assert refusal(config_at(tmp_path / "no"), resume=True) == (
+        f"run_dir: {tmp_path / 'no'} holds no run to resume (no {CONFIG})"
+    )
+
+
+def test_resume_refuses_another_config_with_every_difference(run):
+    changed = config_at(run, seed=3, train=TrainConfig(total_steps=7))
+    assert refusal(changed, resume=True) == (
+        f"run_dir: {run} belongs to another config: seed: 0 -> 3; train.total_steps: 100 -> 7"
+    )
+
+
+FREE = {"checkpoint_every": 1, "keep_checkpoints": 9, "log_samples_every": 0}
+
+
+def test_resume_allows_what_cannot_change_a_number(run):
+    moved = run.rename(run.with_name("moved"))
+    check_run(config_at(moved, train=TrainConfig(**FREE)), resume=True, overwrite=False)
+
+
+CHANGES = {
+    "seed": 1,
+    "model": {"path": "b"},
+    "quant": {"format": "none"},
+    "lora": {"rank": 8},
+    "aqn": {"enabled": False},
+    "data": {"data_seed": 1},
+    "rollout": {"temperature": 0.5},
+    "reward": {"weights": (2.0,)},
+    "loss": {"beta": 0.1},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"total_steps": 7},
+    "eval": {"every": 5},
+}
+
+
+def test_every_section_has_a_change_below():
+    assert {"run_dir", *CHANGES} == {f.name for f in dataclasses.fields(ExperimentConfig)}
+
+
+@pytest.mark.parametrize("section", CHANGES)
+def test_every_section_counts(section, tmp_path):
+    stored, change = config_at(tmp_path), CHANGES[section]
+    if isinstance(change, dict):
+        change = dataclasses.replace(getattr(stored, section), **change)
+    changed = dataclasses.replace(stored, **{section: change})
+    with pytest.raises(ValueError, match=re.escape(f"another config: {section}")):
+        check_same(changed, stored, tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("below", ["", "/run", "/a/b/run"])
+def test_a_path_through_a_file_is_refused_before_any_work(tmp_path, below, resume):
+    file = tmp_path / "file"
+    file.write_text("x")
+    message = refusal(config_at(f"{file}{below}"), resume=resume)
+    assert message == f"run_dir: {file}{below} cannot be a folder: {file} is a file"
+
+
+def test_no_permission_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    message = refusal(config_at(tmp_path / "a/run"))
+    assert message == f"run_dir: {tmp_path}/a/run cannot be written: no permission for {tmp_path}"
+
+
+def test_a_path_that_turns_bad_meanwhile_is_one_line(tmp_path):
+    config = config_at(tmp_path / "a/run")
+    check_run(config, resume=False, overwrite=False)
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(OSError) as error:
+        create_run(config, overwrite=False)
+    assert re.fullmatch(
+        rf"run_dir: {tmp_path}/a/run cannot be written \([\w ]+\)", str(error.value)
+    )
+
+
+def test_overwrite_leaves_only_the_new_run(run):
+    check_run(config_at(run, seed=9), resume=False, overwrite=True)
+    create_run(config_at(run, seed=9), overwrite=True)
+    assert {str(p) for p in contents(run)} == {CONFIG, "environment.json"}
+    assert load_config(run / CONFIG).seed == 9
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
+def test_a_replacement_that_fails_puts_the_old_run_back(run, monkeypatch):
+    before = contents(run)
+    written = []
+
+    def disk_full(path, text):
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(path.write_text(text))
+
+    monkeypatch.setattr(run_folder, "write_atomically", disk_full)
+    with pytest.raises(OSError, match=r"run_dir: .* cannot be written \(No space left on device\)"):
+        create_run(config_at(run, seed=9), overwrite=True)
+    assert written and contents(run) == before
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
