@@ -128,7 +128,7 @@ REFUSED = [
     ({"reward": {"weights": [math.inf]}}, "reward.weights: expected finite numbers, got inf"),
     (
         {"loss": {"name": "dapo", "beta": 0.1}},
-        "loss.beta: DAPO has no KL term; expected 0, got 0.1",
+        "loss.beta: dapo has no KL term; expected 0, got 0.1",
     ),
     (
         {"loss": {"extra": {"a": 1.0}}},
@@ -164,7 +164,7 @@ ALLOWED = [
     {"aqn": {"apply_to": "rollout"}, "loss": {"old_logprobs": "sampler"}},
     {"aqn": {"apply_to": "rollout"}, "loss": {"importance_cap": 2.0}},
     {"aqn": {"sigma_start": 1e-2, "sigma_end": 1e-2, "num_stages": 1}},
-    {"data": {"source": "jsonl", "train_path": "a.jsonl", "name": ""}},
+    {"data": {"source": "jsonl", "train_path": "a.jsonl", "eval_path": "b.jsonl", "name": ""}},
     {"data": {"chat_template": True, "system_prompt": ""}},
     {"data": {"source": "reasoning_gym", "name": "chain_sum", "task": {"max_terms": 2}}},
     {"loss": {"name": "my.losses:f_1", "beta": 0.1, "extra": {"a": -1.0}}},

@@ -40,7 +40,7 @@ _EVAL = (
     _ADAPTER,
     argument("--split", choices=("eval", "train"), default="eval", help="default: eval"),
     argument("--limit", metavar="N", type=_COUNT, help="only the first N problems"),
-    argument("--out", metavar="FILE", help="JSONL of each completion with its rewards"),
+    argument("--out", metavar="FILE", help="JSONL: the report, then each completion"),
 )
 
 _SCORE = (
@@ -60,7 +60,8 @@ _SCORE = (
         dest="output",
         metavar="FILE",
         default="-",
-        help="JSONL; -, the default, is standard output",
+        help="JSONL of ids, logprobs (of ids[1:]), nll (their negative sum); -, the default, is "
+        "standard output",
     ),
     argument(
         "--top-k",
@@ -171,7 +172,7 @@ COMMANDS = {
         _SCORE,
     ),
     "generate": Command(
-        "Complete prompts.",
+        "Complete prompts and print a line of JSON for each completion.",
         'qerl generate --model tiny --prompt "12+7=" "3+5=" -n 4 --temperature 0.7',
         _GENERATE,
     ),

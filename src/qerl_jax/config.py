@@ -107,6 +107,7 @@ class LossConfig:
     epsilon_high: float = 0.2
     beta: float = 0.0  # weight of the KL to the base model; 0: no reference forward
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    log_kl: bool = False  # log the KL to the base model also where beta is 0 (one more forward)
     mask_truncated: bool = False  # completions cut by the token limit carry no loss
     old_logprobs: Literal["trainer", "sampler"] = "trainer"  # denominator of the ratio
     importance_cap: float | None = None  # truncated importance sampling trainer/sampler; null: off

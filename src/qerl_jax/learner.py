@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from qerl_jax.lora import Trainable
 from qerl_jax.models import TokenBatch
 from qerl_jax.protocols import Metrics, Params, TokenLossFn
-from qerl_jax.rl import truncated_importance_weights
+from qerl_jax.rl import kl_k3, truncated_importance_weights
 
 # (params, trainable, tokens, noise_key, sigma) -> (logprobs, entropy), both [batch, completion]
 LogprobFn = Callable[..., tuple[Float[Array, "batch completion"], Float[Array, "..."]]]
@@ -131,6 +131,8 @@ def _micro_loss(
     old = fixed if batch.old_logprobs is None else batch.old_logprobs
     losses, statistics = token_loss(logprobs, old, batch.ref_logprobs, batch.advantages, mask)
     losses = jnp.where(batch.loss_mask, losses, 0.0)
+    if batch.ref_logprobs is not None and "kl" not in statistics:
+        statistics = {**statistics, "kl": kl_k3(fixed, batch.ref_logprobs)}
     if importance_cap is not None:
         weights = truncated_importance_weights(
             old, batch.sampler_logprobs, mask, cap=importance_cap

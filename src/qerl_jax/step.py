@@ -139,7 +139,7 @@ def make_batch(
         ),
         sampler_logprobs=sampler,
         old_logprobs=old,
-        ref_logprobs=experiment.ref_logprobs(*forward) if loss.beta > 0 else None,
+        ref_logprobs=experiment.ref_logprobs(*forward) if loss.beta > 0 or loss.log_kl else None,
     )
     return batch, _rollout_metrics(rollout, groups)
 

@@ -4,7 +4,7 @@ The folders are made by `qerl convert` from the GGUF files that tests/golden nam
 
     QERL_SMOLLM2_DIR=... QERL_QWEN25_CODER_15B_DIR=... pytest tests/checkpoints
 
-SmolLM2 takes 1 GiB and a minute on two cores, Qwen2.5-Coder-1.5B 8 GiB and a few minutes.
+SmolLM2 takes 1 GiB and a minute on two cores, Qwen2.5-Coder-1.5B 11 GiB and a few minutes.
 """
 
 import json
@@ -19,10 +19,20 @@ from qerl_jax.base_model import load_weights, open_model
 from qerl_jax.models.score import score_tokens
 from qerl_jax.sampling import SamplingConfig, generate
 
-MODELS = {
-    "QERL_SMOLLM2_DIR": "smollm2_reference.json",
-    "QERL_QWEN25_CODER_15B_DIR": "qwen25coder15b_reference.json",
-}
+SMOLLM2, QWEN = "QERL_SMOLLM2_DIR", "QERL_QWEN25_CODER_15B_DIR"
+MODELS = {SMOLLM2: "smollm2_reference.json", QWEN: "qwen25coder15b_reference.json"}
+
+
+# The first row of GSM8K's test split (MIT licence), question and solution.
+GSM8K_ROW = (
+    "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes "
+    "muffins for her friends every day with four. She sells the remainder at the farmers' market "
+    "daily for $2 per fresh duck egg. How much in dollars does she make every day at the farmers' "
+    "market?\n"
+    "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\n"
+    "She makes 9 * 2 = $<<9*2=18>>18 every day at the farmer\u2019s market.\n"
+    "#### 18"
+)
 
 
 @cache
@@ -85,6 +95,16 @@ def test_likelihoods(case):
             np.testing.assert_allclose(nll, prompt["token_nll"], rtol=0, atol=1e-3)
 
 
+@pytest.mark.checkpoint(QWEN)
+def test_likelihood_of_a_gsm8k_row(golden, checkpoint_dir):
+    """This tells whether the head is a matrix of its own: with a tied one it is 2.1320."""
+    expected = json.loads((golden / MODELS[QWEN]).read_text())["mean_nll_text"]
+    ids = load(checkpoint_dir)[0].tokenizer(GSM8K_ROW, add_special_tokens=False)["input_ids"]
+    assert len(ids) == expected["tokens"]
+    nll = -np.asarray(scores(checkpoint_dir, tuple(ids)).next_logprobs[0, :-1], np.float64)
+    assert nll.mean() == pytest.approx(expected["separate_embeddings"], rel=1e-4)
+
+
 def test_greedy_continuations(case):
     """Every reference token is the most likely one after those before it."""
     folder, reference = case
@@ -95,10 +115,10 @@ def test_greedy_continuations(case):
             assert got.top_ids[0, len(ids) - 1 : -1, 0].tolist() == greedy, prompt["name"]
 
 
-@pytest.mark.checkpoint("QERL_SMOLLM2_DIR")
+@pytest.mark.checkpoint(SMOLLM2)
 def test_greedy_generation(golden, checkpoint_dir):
     """The token loop with its cache, to the end token and no further."""
-    reference = json.loads((golden / MODELS["QERL_SMOLLM2_DIR"]).read_text())
+    reference = json.loads((golden / MODELS[SMOLLM2]).read_text())
     model, params = load(checkpoint_dir)
     for prompt in reference["prompts"]:
         if "greedy_ids" not in prompt:

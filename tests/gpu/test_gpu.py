@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,60 +30,52 @@ from qerl_jax.config import (
     TrainConfig,
 )
 from qerl_jax.config_io import dump_config
-from qerl_jax.data import DataState
+from qerl_jax.data import DataState, left_pad
 from qerl_jax.experiment import build_experiment, init_state
 from qerl_jax.models import TokenBatch, completion_logprobs
 from qerl_jax.sampling import SamplingConfig, generate
 from qerl_jax.step import train_step
-from qerl_jax.testing import random_tokens, tiny_adapter
+from qerl_jax.testing import random_tokens, tiny_adapter, toy_prompts
 
 pytestmark = pytest.mark.gpu
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
-ROWS, COMPLETION = 64, 24
+ROWS, COMPLETION = 64, 6
+GAPS = {"float32": 1e-5, "bfloat16": 5e-3}  # mean over tokens of |sampled - teacher-forced|
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def noisy(request):
-    """Return (config, noisy NVFP4 parameters, adapter) of the embedded model in a dtype."""
-    model = open_model("tiny", dtype=request.param, text=False)
+    """Return (model, noisy NVFP4 parameters, adapter) of the embedded model in a dtype."""
+    model = open_model("tiny", dtype=request.param)
     params = load_weights(model, quantize=True, scale_rounding="float32")
-    adapter = tiny_adapter(jax.random.key(1), params)
-    sigma = jnp.float32(0.02)
-    return (
-        model.config,
-        perturb_norm_scales(params, jax.random.key(2), sigma, targets=NORMS),
-        adapter,
-    )
+    adapter = jax.tree.map(lambda x: x / 4, tiny_adapter(jax.random.key(1), params))
+    sigma = jnp.float32(0.01)
+    return model, perturb_norm_scales(params, jax.random.key(2), sigma, targets=NORMS), adapter
 
 
 @pytest.mark.parametrize("weights", ["expanded", "packed"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_logprobs_equal_the_teacher_forced_ones(noisy, key, temperature, weights):
     """Left padding, ends inside the batch, adapter and noise on; means over tokens."""
-    config, params, adapter = noisy
-    rows = random_tokens(key, config, batch=ROWS, prompt=12, completion=1)
-    out = generate(
-        params,
-        adapter,
-        rows.prompt_ids,
-        rows.prompt_mask,
-        key,
-        jnp.arange(ROWS),
-        config=config,
-        sampling=SamplingConfig(
-            max_completion_tokens=COMPLETION, end_ids=(1,), pad_id=0, temperature=temperature
-        ),
-        weights=weights,
+    model, params, adapter = noisy
+    problems = toy_prompts(model.tokenizer, size=ROWS)
+    ids, mask = map(jnp.asarray, left_pad([p.ids for p in problems], 8, model.pad_id))
+    sampling = SamplingConfig(
+        max_completion_tokens=COMPLETION,
+        end_ids=model.end_ids,
+        pad_id=model.pad_id,
+        temperature=temperature,
     )
-    mask = jnp.arange(COMPLETION)[None, :] < out.lengths[:, None]
-    batch = TokenBatch(rows.prompt_ids, rows.prompt_mask, out.ids, mask)
-    forced, _ = jax.jit(
-        lambda *arrays: completion_logprobs(*arrays, config=config, temperature=temperature)
-    )(params, adapter, batch)
-    gap = float(jnp.abs(forced - out.logprobs)[mask].mean())
-    assert gap <= {"float32": 1e-5, "bfloat16": 5e-3}[config.dtype]
-    assert int(out.lengths.min()) < COMPLETION
+    settings = {"config": model.config, "sampling": sampling, "weights": weights}
+    out = generate(params, adapter, ids, mask, key, jnp.arange(ROWS), **settings)
+    inside = jnp.arange(COMPLETION)[None, :] < out.lengths[:, None]
+    assert 2 * ROWS < int(inside.sum()) < COMPLETION * ROWS
+    read = partial(completion_logprobs, config=model.config, temperature=temperature)
+    forced, _ = jax.jit(read)(params, adapter, TokenBatch(ids, mask, out.ids, inside))
+    gap = float(jnp.abs(forced - out.logprobs)[inside].mean())
+    assert gap <= GAPS[model.config.dtype]
+    print(f"mean gap {gap:.1e}")
 
 
 def test_float32_is_float32(key):
@@ -124,8 +117,8 @@ def experiment_config(folder, dtype="float32"):
     )
 
 
-@pytest.mark.parametrize(("dtype", "gap"), [("float32", 1e-5), ("bfloat16", 5e-3)])
-def test_steps_train_with_one_program_each(tmp_path, dtype, gap):
+@pytest.mark.parametrize("dtype", GAPS)
+def test_steps_train_with_one_program_each(tmp_path, dtype):
     """Noise changes from step to step; nothing is compiled again and the base stays as it was."""
     config = experiment_config(tmp_path / "run", dtype)
     experiment = build_experiment(config)
@@ -135,7 +128,7 @@ def test_steps_train_with_one_program_each(tmp_path, dtype, gap):
     cursor, programs, sigmas = DataState(epoch=0, index=0), [], set()
     for _ in range(4):
         state, cursor, record, _ = train_step(experiment, state, cursor)
-        assert record["logprob_gap"] <= gap
+        assert record["logprob_gap"] <= GAPS[dtype]
         assert np.isfinite([record["loss"], record["grad_norm"], record["entropy"]]).all()
         sigmas.add(record["sigma"])
         programs.append((generate._cache_size(), experiment.update_step._cache_size()))

@@ -1,6 +1,8 @@
 """From hidden states to logits, log-probabilities and entropies, in chunks of rows."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,23 @@ def _head_backward(saved, gradient):
 head_logits.defvjp(_head_forward, _head_backward)
 
 
+def map_rows(read: Callable[..., Any], rows: tuple[Array, ...], *, chunk: int) -> Any:
+    """Apply `read(*rows)` to chunks of at most `chunk` rows, one after the other.
+
+    `rows` are arrays [rows, ...] and so are the leaves of the result. The last chunk is filled
+    up with zeros, whose results are dropped.
+    """
+    count = rows[0].shape[0]
+    chunk = min(chunk, count)
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, ((0, -count % chunk), *[(0, 0)] * (array.ndim - 1)))
+        return padded.reshape(-1, chunk, *array.shape[1:])
+
+    results = jax.lax.map(lambda parts: read(*parts), tuple(map(split, rows)))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], results)
+
+
 def token_logprobs(
     params: Params,
     hidden: Float[Array, "batch time embed"],
@@ -61,21 +80,18 @@ def token_logprobs(
 
     At most `config.logits_chunk` rows of logits exist at once, in the backward pass too.
     """
-    rows = hidden.shape[0] * hidden.shape[1]
-    chunk = min(config.logits_chunk, rows)
-    padding = -rows % chunk
-    flat = jnp.pad(hidden.reshape(rows, -1), ((0, padding), (0, 0)))
-    wanted = jnp.pad(targets.reshape(rows), (0, padding))
-    read = jax.checkpoint(partial(_chunk_logprobs, head_weight(params), temperature))
-    logprobs, entropy = jax.lax.map(
-        read, (flat.reshape(-1, chunk, flat.shape[-1]), wanted.reshape(-1, chunk))
-    )
-    shape = targets.shape
-    return logprobs.reshape(-1)[:rows].reshape(shape), entropy.reshape(-1)[:rows].reshape(shape)
+    read = jax.checkpoint(partial(_row_logprobs, head_weight(params), temperature))
+    flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
+    logprobs, entropy = map_rows(read, flat, chunk=config.logits_chunk)
+    return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
 
 
-def _chunk_logprobs(head, temperature, rows):
-    hidden, targets = rows
+def _row_logprobs(
+    head: Float[Array, "vocab embed"],
+    temperature: float,
+    hidden: Float[Array, "rows embed"],
+    targets: Int[Array, " rows"],
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
     logits = head_logits(hidden, head) / temperature
     normalized = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(normalized, targets[:, None], axis=-1)[:, 0]

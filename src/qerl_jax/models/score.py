@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from qerl_jax.lora import LoraAdapter
 from qerl_jax.models.config import DecoderConfig
 from qerl_jax.models.decoder import forward
-from qerl_jax.models.head import head_logits, head_weight
+from qerl_jax.models.head import head_logits, head_weight, map_rows
 from qerl_jax.protocols import Params
 
 
@@ -41,25 +41,18 @@ def score_tokens(
     next_logprobs[t] = log_softmax(logits[t] / temperature)[tokens[t + 1]]
     """
     hidden, _ = forward(params, adapter, tokens, valid, config=config)
-    targets = jnp.roll(tokens, -1, axis=1)
-    batch, time = tokens.shape
-    chunk = min(config.logits_chunk, batch * time)
-    padding = -(batch * time) % chunk
-    rows = jnp.pad(hidden.reshape(batch * time, -1), ((0, padding), (0, 0)))
-    wanted = jnp.pad(targets.reshape(-1), (0, padding))
 
-    def read(chunk_rows):
-        hidden, targets = chunk_rows
+    def read(hidden, targets):
         logits = head_logits(hidden, head_weight(params))
         logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
         picked = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
         return picked, *jax.lax.top_k(logits, top_k)
 
-    picked, top_logits, top_ids = jax.lax.map(
-        read, (rows.reshape(-1, chunk, rows.shape[-1]), wanted.reshape(-1, chunk))
-    )
+    targets = jnp.roll(tokens, -1, axis=1)
+    flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
+    picked, top_logits, top_ids = map_rows(read, flat, chunk=config.logits_chunk)
     return Scores(
-        next_logprobs=picked.reshape(-1)[: batch * time].reshape(batch, time),
-        top_ids=top_ids.reshape(-1, top_k)[: batch * time].reshape(batch, time, top_k),
-        top_logits=top_logits.reshape(-1, top_k)[: batch * time].reshape(batch, time, top_k),
+        next_logprobs=picked.reshape(tokens.shape),
+        top_ids=top_ids.reshape(*tokens.shape, top_k),
+        top_logits=top_logits.reshape(*tokens.shape, top_k),
     )
