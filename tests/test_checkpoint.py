@@ -79,6 +79,13 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, norms):
     assert jax.random.normal(key) == jax.random.normal(again)
 
 
+def test_a_restored_state_runs_in_the_same_program(folder):
+    program = jax.jit(lambda state: state.step + state.trainable.adapter.pairs["q_proj"]["a"].sum())
+    program(state_of(2))
+    program(restore(open_checkpoints(folder, max_to_keep=2), state_of(0)).state)
+    assert program._cache_size() == 1
+
+
 def test_shapes_alone_are_enough_to_restore(folder):
     restored = restore(
         open_checkpoints(folder, read_only=True), jax.eval_shape(lambda: state_of(0))
@@ -158,3 +165,13 @@ def test_a_damaged_checkpoint_is_named(folder, damage):
 def test_a_checkpoint_of_another_shape_is_refused(folder, like):
     with pytest.raises(ValueError, match="/2: cannot be read "):
         restore(open_checkpoints(folder, max_to_keep=2), state_of(0, **like))
+
+
+@pytest.mark.parametrize("lost", ["_CHECKPOINT_METADATA", "state", "meta", "state/_METADATA"])
+def test_an_interrupted_deletion_of_an_old_one_does_no_harm(folder, lost):
+    path = folder / "1" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    manager = open_checkpoints(folder, max_to_keep=2)
+    assert_same(restore(manager, state_of(0)).state, state_of(2))
+    save(manager, state_of(3), META)
+    assert steps(folder) == ["2", "3"]

@@ -37,7 +37,8 @@ PROBLEMS = 20
 def config(tmp_path_factory):
     """Return the config of a run of 2 steps whose noise would wreck any evaluation it reached.
 
-    Nothing is right under such noise: a reward of the user's own makes groups differ.
+    Nothing is right under such noise: a reward of the user's own, and a high temperature, make
+    the completions of a group differ.
     """
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "digit_sum.py").write_text(
@@ -51,7 +52,9 @@ def config(tmp_path_factory):
         lora=LoraConfig(rank=4, train_norms=True),
         aqn=AqnConfig(schedule="constant", sigma_start=5.0),
         data=DataConfig(train_size=64, eval_size=PROBLEMS),
-        rollout=RolloutConfig(prompts_per_step=2, num_generations=2, max_completion_tokens=4),
+        rollout=RolloutConfig(
+            prompts_per_step=2, num_generations=4, max_completion_tokens=4, temperature=10.0
+        ),
         reward=RewardConfig(functions=("exact_number", "digit_sum:digit_sum"), weights=(1.0, 0.1)),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         train=TrainConfig(total_steps=2, checkpoint_every=1),
@@ -272,8 +275,8 @@ def test_the_plan_is_what_the_model_takes(config):
     expanded = sum(4 * np.prod(weight.shape) for weight in linears)
     assert plan["expanded"] == f"{expanded / 2**20:.1f} MiB during rollouts"
     model, slots = experiment.model.config, experiment.prompt_width + 4
-    cache = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim * 4 * slots
-    assert plan["KV"] == f"cache     {cache / 2**20:10.1f} MiB for 4 rows x {slots} tokens"
+    cache = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim * 8 * slots
+    assert plan["KV"] == f"cache     {cache / 2**20:10.1f} MiB for 8 rows x {slots} tokens"
 
 
 def test_quiet_training_prints_the_run_folder_alone(config, printed):

@@ -74,7 +74,7 @@ def test_qerl_eval_gives_the_accuracy_that_training_gave(learned, tiny_home, tmp
         }
         assert np.mean([row["correct"] for row in rows]) == report["report"]["accuracy"]
     assert {row["completion"] for row in rows} == {"7777"}
-    assert f"{learned.run_dir}/adapter: held-out accuracy 1.000" in capsys.readouterr().out
+    assert f"{learned.run_dir}/adapter: accuracy 1.000" in capsys.readouterr().out
 
 
 def test_export_adapter_gives_the_adapter_of_a_checkpoint(learned, tmp_path, capsys):

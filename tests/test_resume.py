@@ -14,7 +14,7 @@ import pytest
 from qerl_jax.checkpoint import open_checkpoints, restore
 from qerl_jax.cli import main
 from qerl_jax.config_io import config_hash, load_config
-from qerl_jax.experiment import build_parts, init_state, open_experiment_model
+from qerl_jax.experiment import build_optimizer, init_state, open_experiment_model
 from qerl_jax.metrics import read_jsonl
 from qerl_jax.models import abstract_params
 from qerl_jax.train import run_training
@@ -87,7 +87,7 @@ def arguments(tiny_home, path, *flags):
 def last_checkpoint(path, config):
     """Return (bits of every array of the last state, data cursor)."""
     shapes = abstract_params(open_experiment_model(config).config)
-    like = jax.eval_shape(partial(init_state, config, build_parts(config).optimizer), shapes)
+    like = jax.eval_shape(partial(init_state, config, build_optimizer(config)), shapes)
     restored = restore(open_checkpoints(path / "checkpoints", read_only=True), like)
     assert restored.meta["config_hash"] == config_hash(config)
     state = restored.state.replace(key=jax.random.key_data(restored.state.key))

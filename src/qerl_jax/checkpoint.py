@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from qerl_jax.data.messages import first_line
@@ -71,7 +73,8 @@ def restore(
         steps = ", ".join(map(str, sorted(manager.all_steps())))
         raise ValueError(f"{manager.directory}: holds no step {step}; there are {steps}")
     items = _read(manager, step, _template(like))
-    stored = items["state"]
+    # Orbax ties arrays to a device, new ones are not: programs would compile anew, and differ.
+    stored = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), items["state"])
     state = stored.replace(key=jax.random.wrap_key_data(stored.key))
     return Restored(step=step, state=state, meta=items["meta"])
 

@@ -12,7 +12,7 @@ from qerl_jax.base_model import count_bytes, load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.config_rules import config_warnings
-from qerl_jax.experiment import build_experiment, build_parts, init_state, open_experiment_model
+from qerl_jax.experiment import build_experiment, build_optimizer, init_state, open_experiment_model
 from qerl_jax.inference import check_output, generate, score
 from qerl_jax.metrics import write_lines
 from qerl_jax.models import abstract_params
@@ -107,7 +107,7 @@ def export_adapter(*, run_dir: str, out: str, step: int | None) -> None:
         raise FileNotFoundError(f"{run_dir}: is not a run folder (no {run_folder.CONFIG})")
     config = load_config(path / run_folder.CONFIG)
     shapes = abstract_params(open_experiment_model(config).config)
-    state = jax.eval_shape(partial(init_state, config, build_parts(config).optimizer), shapes)
+    state = jax.eval_shape(partial(init_state, config, build_optimizer(config)), shapes)
     manager = checkpoint.open_checkpoints(path / run_folder.CHECKPOINTS, read_only=True)
     restored = checkpoint.restore(manager, state, step=step)
     if restored is None:

@@ -86,7 +86,7 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
 
 def build_parts(config: ExperimentConfig) -> Parts:
     """Look up and bind the functions that the config names."""
-    loss, aqn, reward, opt = config.loss, config.aqn, config.reward, config.optimizer
+    loss, aqn, reward = config.loss, config.aqn, config.reward
     token_loss, aggregation = _policy_loss(config)
     advantage = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
     schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
@@ -119,14 +119,23 @@ def build_parts(config: ExperimentConfig) -> Parts:
         token_loss=token_loss,
         aggregation=aggregation,
         learning_rate=partial(learning_rate_at, **rate),
-        optimizer=make_optimizer(
-            **rate,
-            b1=opt.b1,
-            b2=opt.b2,
-            eps=opt.eps,
-            weight_decay=opt.weight_decay,
-            max_grad_norm=opt.max_grad_norm,
-        ),
+        optimizer=build_optimizer(config),
+    )
+
+
+def build_optimizer(config: ExperimentConfig) -> optax.GradientTransformation:
+    """Build the optimizer over all optimizer steps of the run."""
+    opt = config.optimizer
+    return make_optimizer(
+        learning_rate=opt.learning_rate,
+        schedule=opt.schedule,
+        warmup_steps=opt.warmup_steps,
+        total_steps=config.train.total_steps * opt.num_iterations,
+        b1=opt.b1,
+        b2=opt.b2,
+        eps=opt.eps,
+        weight_decay=opt.weight_decay,
+        max_grad_norm=opt.max_grad_norm,
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def _score_row(
         top_k=max(top_k, 1),
     )
     logprobs = _floats(scores.next_logprobs[0, : len(ids) - 1])
-    record = {"ids": ids, "logprobs": logprobs, "nll": 0.0 - math.fsum(logprobs)}
+    record = {"ids": ids, "logprobs": logprobs, "nll": _total(-value for value in logprobs)}
     if top_k:
         record["top_ids"] = np.asarray(scores.top_ids[0, : len(ids)]).tolist()
         record["top_logits"] = [_floats(row) for row in scores.top_logits[0, : len(ids)]]
@@ -139,6 +139,10 @@ def _score_row(
 def _floats(values: Array | np.ndarray) -> list[float]:
     """Convert float32 numbers to the shortest decimals that are read back as the same float32."""
     return [float(str(value)) for value in np.asarray(values, np.float32)]
+
+
+def _total(values: Iterable[float]) -> float:
+    return _floats(np.array([math.fsum(values)]))[0]
 
 
 def generate(
@@ -238,5 +242,5 @@ def _complete(
                 "completion": decode_completion(loaded.folder.tokenizer, ids),
                 "tokens": length,
                 "finish_reason": "stop" if out.finished[row] else "length",
-                "logprob": math.fsum(_floats(out.logprobs[row, :length])),
+                "logprob": _total(_floats(out.logprobs[row, :length])),
             }

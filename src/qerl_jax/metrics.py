@@ -115,7 +115,10 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     if source is None:
         return
     name = "standard input" if source == "-" else source
-    text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: is not UTF-8 text (byte {error.start})") from error
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue

@@ -210,7 +210,7 @@ def _evaluate_once(experiment: Experiment, state: TrainState, path: Path, say: S
         return
     report, _ = run_evaluation(experiment, state.trainable, experiment.eval_prompts, say)
     append_jsonl(records, {"step": step, **report_record(report)})
-    say(f"step {step}: {describe_report(report)}")
+    say(f"step {step}: held-out {describe_report(report)}")
 
 
 def report_record(report: EvalReport) -> dict[str, float]:
@@ -224,7 +224,7 @@ def report_record(report: EvalReport) -> dict[str, float]:
 def describe_report(report: EvalReport) -> str:
     """One line on an evaluation."""
     return (
-        f"held-out accuracy {report.accuracy:.3f} (95% {report.low:.3f} to {report.high:.3f}, "
+        f"accuracy {report.accuracy:.3f} (95% {report.low:.3f} to {report.high:.3f}, "
         f"{report.num_problems} problems x {report.num_samples}), "
         f"length {report.length_mean:.1f}, truncated {report.truncated:.3f}, "
         f"{report.tokens_per_second:.0f} tok/s, {report.seconds:.1f} s"

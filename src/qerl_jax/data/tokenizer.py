@@ -1,6 +1,7 @@
 """What is needed of a Hugging Face tokenizer."""
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"model.path: no folder {folder}")
+    # Without torch, transformers would say on standard error that it has no models.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:
