@@ -234,6 +234,16 @@ def test_kl_pulls_towards_the_reference():
     assert later["kl"] < metrics["kl"]
 
 
+def test_a_loss_without_kl_logs_it_where_there_is_a_reference():
+    reference = np.where(MASK, LOGPROBS - 2 * NOISE, np.nan)
+    plain, metrics = update(batch_of(), loss=loss_of("dapo"))
+    assert "kl" not in metrics
+    change, metrics = update(batch_of(ref=reference), loss=loss_of("dapo"))
+    d = 2 * NOISE
+    assert metrics["kl"] == pytest.approx((np.exp(-d) + d - 1)[MASK].mean(), abs=1e-6)
+    np.testing.assert_array_equal(change, plain)
+
+
 def test_logprobs_of_a_whole_rollout_come_in_pieces():
     tokens, params = batch_of().tokens, {"table": floats(BASE)}
     trainable = {"table": jnp.zeros((VOCAB, VOCAB))}

@@ -53,11 +53,23 @@ def test_records_are_plain_json(tmp_path):
     assert json.loads(second) == {"step": 2, "a": None, "b": None, "c": {"d": None}}
 
 
-def test_a_line_cut_by_a_crash_is_left_out(tmp_path):
+@pytest.mark.parametrize("cut", [b'{"ste', b'{"step": 3, "text": "\xc3', b""])
+def test_a_line_cut_by_a_crash_is_left_out(tmp_path, cut):
     path = tmp_path / "m.jsonl"
     assert read_jsonl(path) == []
-    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + cut)
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_only_a_newline_ends_a_record(tmp_path):
+    """str.splitlines takes more characters for line ends, and models write them."""
+    record = {"step": 1, "text": "a\u2028b\u0085c\x1cd\n"}
+    path = tmp_path / "m.jsonl"
+    append_jsonl(path, record)
+    append_jsonl(path, record | {"step": 2})
+    keep_steps(path, 1)
+    assert read_jsonl(path) == [record]
+    assert list(read_rows(str(path))) == [(f"{path}:1", record)]
 
 
 def test_records_of_later_steps_go_and_the_others_keep_their_bytes(tmp_path):

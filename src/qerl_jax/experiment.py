@@ -100,12 +100,6 @@ def build_parts(config: ExperimentConfig) -> Parts:
         # Judged and logged beside the rewards, without a part in them.
         rewards[correct] = load_function(correct, field="eval.correct", table=REWARDS)
         weights = (*weights, 0.0)
-    rate = {
-        "learning_rate": opt.learning_rate,
-        "schedule": opt.schedule,
-        "warmup_steps": opt.warmup_steps,
-        "total_steps": config.train.total_steps * opt.num_iterations,
-    }
     return Parts(
         schedule=schedule(
             sigma_start=aqn.sigma_start,
@@ -118,7 +112,7 @@ def build_parts(config: ExperimentConfig) -> Parts:
         advantage_fn=bind_keywords(advantage, {"eps": loss.advantage_eps}, field="loss.advantage"),
         token_loss=token_loss,
         aggregation=aggregation,
-        learning_rate=partial(learning_rate_at, **rate),
+        learning_rate=partial(learning_rate_at, **_rate(config)),
         optimizer=build_optimizer(config),
     )
 
@@ -127,16 +121,23 @@ def build_optimizer(config: ExperimentConfig) -> optax.GradientTransformation:
     """Build the optimizer over all optimizer steps of the run."""
     opt = config.optimizer
     return make_optimizer(
-        learning_rate=opt.learning_rate,
-        schedule=opt.schedule,
-        warmup_steps=opt.warmup_steps,
-        total_steps=config.train.total_steps * opt.num_iterations,
+        **_rate(config),
         b1=opt.b1,
         b2=opt.b2,
         eps=opt.eps,
         weight_decay=opt.weight_decay,
         max_grad_norm=opt.max_grad_norm,
     )
+
+
+def _rate(config: ExperimentConfig) -> dict[str, Any]:
+    opt = config.optimizer
+    return {
+        "learning_rate": opt.learning_rate,
+        "schedule": opt.schedule,
+        "warmup_steps": opt.warmup_steps,
+        "total_steps": config.train.total_steps * opt.num_iterations,
+    }
 
 
 def _policy_loss(config: ExperimentConfig) -> tuple[TokenLossFn, str]:

@@ -38,10 +38,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Only "\n" ends a line: str.splitlines also splits at characters that a sample may hold.
+    for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, UnicodeDecodeError):
             break
     return records
 
@@ -119,7 +120,7 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: is not UTF-8 text (byte {error.start})") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

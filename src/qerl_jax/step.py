@@ -1,5 +1,6 @@
 """One training step: roll out, score, turn into an optimizer batch, update."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ def train_step(
     """Run one step: a rollout and `optimizer.num_iterations` optimizer steps on it.
 
     Returns the new state (the given one is donated), the new data cursor, the metrics record
-    and the rollout. Everything random comes from the state's key and step.
+    and the rollout. Everything random comes from the state's key and step. Raises ValueError when
+    the loss or its gradient is not finite: the adapter would be lost, and no save may keep it.
     """
     config, times = experiment.config, {}
     step = int(state.step)
@@ -55,6 +57,7 @@ def train_step(
                 state, experiment.params, batch, noise_key, sigma
             )
         metrics = jax.device_get(metrics)
+    _check_finite(metrics, step + 1)
     state = state.replace(step=state.step + 1)
     last_update = (step + 1) * config.optimizer.num_iterations - 1
     record = {
@@ -66,6 +69,15 @@ def train_step(
         **metrics,
     }
     return state, next_cursor, record | _timings(times, rollout), rollout
+
+
+def _check_finite(metrics: Mapping[str, Any], step: int) -> None:
+    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise ValueError(
+            f"step {step}: loss {loss}, gradient norm {norm}; stopped before it is saved, so the "
+            "run folder still holds the last checkpoint"
+        )
 
 
 def sample(experiment: Experiment, state, indices, noise_key, sampling_key, sigma) -> Rollout:

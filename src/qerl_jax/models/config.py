@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-_MODEL_TYPES["qwen3"] = "Qwen3ForCausalLM"
+_MODEL_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
+_NUMBER = (float, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,9 @@ def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
     Raises ValueError, naming the key, for another architecture or a variant not implemented.
     """
     architecture = _architecture(hf_config)
-    _refuse_variants(hf_config)
+    _refuse_variants(hf_config, architecture)
     heads = _need(hf_config, "num_attention_heads")
     embed = _need(hf_config, "hidden_size")
-    # Qwen2 always has the bias, in config.json or not; the others say so.
-    bias = architecture == "Qwen2ForCausalLM" or bool(hf_config.get("attention_bias", False))
     theta, scaling = _rope(hf_config)
     config = DecoderConfig(
         vocab_size=_need(hf_config, "vocab_size"),
@@ -61,15 +59,15 @@ def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
         ffn=_need(hf_config, "intermediate_size"),
         num_layers=_need(hf_config, "num_hidden_layers"),
         num_q_heads=heads,
-        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
-        head_dim=hf_config.get("head_dim") or embed // heads,
-        qkv_bias=bias,
+        num_kv_heads=_need(hf_config, "num_key_value_heads", default=heads),
+        head_dim=_need(hf_config, "head_dim", default=embed // heads),
+        qkv_bias=architecture == "Qwen2ForCausalLM",  # always, in config.json or not
         qk_norm=architecture == "Qwen3ForCausalLM",
         tied=bool(hf_config.get("tie_word_embeddings", False)),
-        rms_eps=float(_need(hf_config, "rms_norm_eps")),
+        rms_eps=float(_need(hf_config, "rms_norm_eps", _NUMBER)),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_positions=int(hf_config.get("max_position_embeddings") or 2048),
+        max_positions=_need(hf_config, "max_position_embeddings", default=2048),
     )
     if config.num_q_heads % config.num_kv_heads:
         raise ValueError(
@@ -79,10 +77,18 @@ def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def _need(hf_config: Mapping[str, Any], key: str) -> Any:
-    if hf_config.get(key) is None:
+def _need(
+    hf_config: Mapping[str, Any], key: str, kinds: tuple[type, ...] = (int,), default: Any = None
+) -> Any:
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if value is None:
         raise ValueError(f"config.json: {key} is missing")
-    return hf_config[key]
+    if type(value) not in kinds or value <= 0:
+        raise ValueError(
+            f"config.json: {key}: expected a positive {kinds[0].__name__}, got {value!r}"
+        )
+    return value
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:
@@ -95,7 +101,7 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     return named[0]
 
 
-def _refuse_variants(hf_config: Mapping[str, Any]) -> None:
+def _refuse_variants(hf_config: Mapping[str, Any], architecture: str) -> None:
     """Refuse settings that would silently compute another model."""
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act {hf_config['hidden_act']!r} is not 'silu'")
@@ -103,24 +109,22 @@ def _refuse_variants(hf_config: Mapping[str, Any]) -> None:
         raise ValueError("config.json: use_sliding_window true is not supported")
     if hf_config.get("mlp_bias"):
         raise ValueError("config.json: mlp_bias true is not supported")
-    if hf_config.get("attention_bias") and hf_config.get("model_type") == "llama":
-        raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
-    if hf_config.get("attention_bias") and hf_config.get("model_type") == "qwen3":
+    if hf_config.get("attention_bias") and architecture != "Qwen2ForCausalLM":
         raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
 
 
 def _rope(hf_config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     """Read theta and scaling from the old keys or from transformers 5's rope_parameters."""
     parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    theta = hf_config.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    theta = _need({**hf_config, **parameters}, "rope_theta", _NUMBER, default=10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return float(theta), None
     if kind != "llama3":
         raise ValueError(f"config.json: rope scaling {kind!r} is not one of default, llama3")
     return float(theta), Llama3RopeScaling(
-        factor=float(_need(parameters, "factor")),
-        low_freq_factor=float(_need(parameters, "low_freq_factor")),
-        high_freq_factor=float(_need(parameters, "high_freq_factor")),
+        factor=float(_need(parameters, "factor", _NUMBER)),
+        low_freq_factor=float(_need(parameters, "low_freq_factor", _NUMBER)),
+        high_freq_factor=float(_need(parameters, "high_freq_factor", _NUMBER)),
         original_max_position_embeddings=int(_need(parameters, "original_max_position_embeddings")),
     )
