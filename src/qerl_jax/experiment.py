@@ -13,6 +13,7 @@ from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.base_model import ModelFolder, load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_rules import validate_config
+from qerl_jax.contracts import check_advantage, check_reward, check_schedule, check_token_loss
 from qerl_jax.data import Prompt, encode_prompts, load_examples
 from qerl_jax.learner import TrainState, make_logprobs, make_update_step
 from qerl_jax.lora import Trainable, check_lora, init_trainable
@@ -20,7 +21,7 @@ from qerl_jax.models import abstract_params, completion_logprobs
 from qerl_jax.optim import learning_rate_at, make_optimizer
 from qerl_jax.peft import import_adapter
 from qerl_jax.policy import policy_params
-from qerl_jax.protocols import AdvantageFn, Params, Schedule, TokenLossFn
+from qerl_jax.protocols import AdvantageFn, Params, RewardFn, Schedule, TokenLossFn
 from qerl_jax.resolve import bind_keywords, keyword_names, load_function
 from qerl_jax.rewards import NUMBER_REWARDS, REWARDS, combine_rewards, validate_answer
 from qerl_jax.rl import ADVANTAGES, POLICY_LOSSES
@@ -90,17 +91,14 @@ def build_parts(config: ExperimentConfig) -> Parts:
     token_loss, aggregation = _policy_loss(config)
     advantage = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
     schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
-    rewards = {
-        name: load_function(name, field="reward.functions", table=REWARDS)
-        for name in reward.functions
-    }
+    rewards = {name: _reward(name, field="reward.functions") for name in reward.functions}
     correct = config.eval.correct or reward.functions[0]
     weights = reward.weights
     if correct not in rewards:
         # Judged and logged beside the rewards, without a part in them.
-        rewards[correct] = load_function(correct, field="eval.correct", table=REWARDS)
+        rewards[correct] = _reward(correct, field="eval.correct")
         weights = (*weights, 0.0)
-    return Parts(
+    parts = Parts(
         schedule=schedule(
             sigma_start=aqn.sigma_start,
             sigma_end=aqn.sigma_end,
@@ -114,6 +112,30 @@ def build_parts(config: ExperimentConfig) -> Parts:
         aggregation=aggregation,
         learning_rate=partial(learning_rate_at, **_rate(config)),
         optimizer=build_optimizer(config),
+    )
+    _check_parts(config, parts)
+    return parts
+
+
+def _reward(name: str, *, field: str) -> RewardFn:
+    reward = load_function(name, field=field, table=REWARDS)
+    check_reward(reward, place=f"{field}: {name}")
+    return reward
+
+
+def _check_parts(config: ExperimentConfig, parts: Parts) -> None:
+    """Refuse functions of the user's that would fail later, or broadcast."""
+    loss, aqn = config.loss, config.aqn
+    check_token_loss(
+        parts.token_loss,
+        place=f"loss.name: {loss.name}",
+        reference=loss.beta > 0 or loss.log_kl,
+    )
+    check_advantage(parts.advantage_fn, place=f"loss.advantage: {loss.advantage}")
+    check_schedule(
+        parts.schedule,
+        total_steps=config.train.total_steps,
+        place=f"aqn.schedule: {aqn.schedule}",
     )
 
 

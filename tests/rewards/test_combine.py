@@ -46,6 +46,13 @@ def test_what_is_no_finite_number_names_the_reward(value):
         score("", "", "")
 
 
+def test_a_reward_that_fails_is_named():
+    score = combine_rewards({"mine:f": lambda p, c, a: float(a)}, (1.0,))
+    message = r"^reward mine:f: ValueError: could not convert string to float: 'two'$"
+    with pytest.raises(ValueError, match=message):
+        score("", "", "two")
+
+
 @pytest.mark.parametrize(
     ("names", "weights", "message"),
     [

@@ -26,7 +26,7 @@ def combine_rewards(
 
     Raises:
         ValueError: no reward, not one finite weight for each; later, when called, a reward that
-            gives anything but a finite number.
+            fails or gives anything but a finite number.
     """
     if not rewards or len(rewards) != len(weights):
         raise ValueError(f"reward.weights: {len(weights)} for {len(rewards)} reward functions")
@@ -36,7 +36,7 @@ def combine_rewards(
 
     def score(prompt: str, completion: str, answer: str) -> tuple[float, dict[str, float]]:
         values = {
-            name: _finite(name, reward(prompt, completion, answer))
+            name: _value(name, reward, prompt, completion, answer)
             for name, reward in rewards.items()
         }
         total = math.fsum(w * v for w, v in zip(weights, values.values(), strict=True))
@@ -45,8 +45,12 @@ def combine_rewards(
     return score
 
 
-def _finite(name: str, value: object) -> float:
-    """Turn what a reward gave into a float, or name the reward."""
+def _value(name: str, reward: RewardFn, *strings: str) -> float:
+    """Turn what a reward gives into a float, or name the reward."""
+    try:
+        value = reward(*strings)
+    except Exception as error:  # a user's code may raise anything
+        raise ValueError(f"reward {name}: {type(error).__name__}: {error}") from error
     try:
         number = None if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,0 +1,148 @@
+"""A user's function that does not keep its contract is refused by name before anything runs."""
+
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax.aqn import AQN_SCHEDULES
+from qerl_jax.config_io import load_config
+from qerl_jax.contracts import check_advantage, check_reward, check_schedule, check_token_loss
+from qerl_jax.experiment import build_parts
+from qerl_jax.rewards import REWARDS
+from qerl_jax.rl import ADVANTAGES
+
+
+def per_token(logprobs, old, ref, advantages, mask):
+    return -logprobs * advantages[:, None], {"mask": mask}
+
+
+def one_number(*arguments):
+    losses, _ = per_token(*arguments)
+    return losses.mean(), {}
+
+
+def one_statistic(*arguments):
+    losses, statistics = per_token(*arguments)
+    return losses, statistics | {"mean": losses.mean()}
+
+
+def whole_numbers(*arguments):
+    return jnp.zeros((2, 3), jnp.int32), {}
+
+
+def no_statistics(*arguments):
+    return per_token(*arguments)[0]
+
+
+def three_parts(*arguments):
+    return *per_token(*arguments), 1
+
+
+def rows_against_tokens(logprobs, old, ref, advantages, mask):
+    return logprobs * advantages, {}
+
+
+def with_reference(logprobs, old, ref, advantages, mask):
+    return logprobs - ref, {}
+
+
+LOSSES = {
+    one_number: r"f: the loss is float32\[\], not a float of each token, \[batch, completion\] = ",
+    one_statistic: r"f: mean is float32\[\], not",
+    whole_numbers: r"f: the loss is int32\[2, 3\], not a float",
+    no_statistics: "f: gave one array, not a pair of a loss and a dict of statistics",
+    three_parts: "f: gave a tuple of 3, not a pair",
+    rows_against_tokens: "f: [A-Za-z]*Error: .*shapes",
+    with_reference: "f: TypeError: .*NoneType.* .ref_logprobs is None unless loss.beta or ",
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_not_one_of_each_token(loss):
+    with pytest.raises(ValueError, match=f"^{LOSSES[loss]}"):
+        check_token_loss(loss, place="f", reference=False)
+
+
+def test_a_sound_loss():
+    check_token_loss(per_token, place="f", reference=False)
+    check_token_loss(with_reference, place="f", reference=True)
+
+
+ADVANTAGE_FAULTS = {
+    (
+        lambda rewards: rewards.mean()
+    ): r"f: gave shape \[\] for rewards \[prompts, group\] = \[2, 3\]",
+    (lambda rewards: rewards.mean(1)): r"f: gave shape \[2\] for",
+    (lambda rewards: rewards / (rewards - rewards)): r"f: gave \[\[inf",
+    (lambda rewards: {}): "f: [A-Za-z]*Error: ",
+    (lambda: 0): "f: TypeError: .*takes 0 positional arguments",
+}
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGE_FAULTS)
+def test_an_advantage_that_is_not_one_of_each_completion(advantage):
+    with pytest.raises(ValueError, match=f"^{ADVANTAGE_FAULTS[advantage]}"):
+        check_advantage(advantage, place="f")
+
+
+SCHEDULE_FAULTS = {
+    (lambda step: -0.1): "f: gave -0.1 at step 0, not a sigma >= 0",
+    (lambda step: 0.1 / (9 - step)): "f: ZeroDivisionError: ",
+    (lambda step: float("inf") if step == 9 else 0.0): "f: gave inf at step 9",
+    (lambda step: None): "f: TypeError: ",
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_FAULTS)
+def test_a_schedule_that_gives_no_sigma(schedule):
+    with pytest.raises(ValueError, match=f"^{SCHEDULE_FAULTS[schedule]}"):
+        check_schedule(schedule, total_steps=10, place="f")
+
+
+def test_a_reward_of_other_parameters():
+    with pytest.raises(ValueError, match=r"^f cannot take \(prompt, .*'gold'"):
+        check_reward(lambda prompt, completion, answer, gold: 0.0, place="f")
+    with pytest.raises(ValueError, match=r"^f cannot take .*: too many positional arguments"):
+        check_reward(lambda completion: 0.0, place="f")
+
+
+def test_our_own_keep_them():
+    for reward in REWARDS.values():
+        check_reward(reward, place="f")
+    for advantage in ADVANTAGES.values():
+        check_advantage(advantage, place="f")
+    for make in AQN_SCHEDULES.values():
+        sigma = make(sigma_start=1e-2, sigma_end=1e-3, num_stages=2, total_steps=10)
+        check_schedule(sigma, total_steps=10, place="f")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--loss.name=odd:one"], "loss.name: odd:one: the loss is float32[]"),
+        (["--loss.name=odd:ref"], "loss.name: odd:ref: TypeError: "),
+        (["--loss.advantage=odd:mean"], "loss.advantage: odd:mean: gave shape [2]"),
+        (["--reward.functions=[odd:mean]"], "reward.functions: odd:mean cannot take ("),
+        (["--aqn.schedule=odd:negative"], "aqn.schedule: odd:negative: gave -1.0 at step 0"),
+    ],
+)
+def test_a_config_that_names_one(tiny_home, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.py").write_text(
+        "def one(logprobs, old, ref, advantages, mask):\n    return logprobs.mean(), {}\n"
+        "def ref(logprobs, old, ref, advantages, mask):\n    return logprobs - ref, {}\n"
+        "def mean(rewards):\n    return rewards.mean(1)\n"
+        "def negative(*, sigma_start, sigma_end, num_stages, total_steps):\n"
+        "    return lambda step: -1.0\n"
+    )
+    with pytest.raises(ValueError) as error:
+        build_parts(load_config(tiny_home / "config.yaml", flags))
+    assert str(error.value).startswith(message)
+
+
+def test_with_a_reference_a_loss_may_use_it(tiny_home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd_with.py").write_text(
+        "def ref(logprobs, old, ref, advantages, mask):\n    return logprobs - ref, {}\n"
+    )
+    flags = ["--loss.name=odd_with:ref", "--loss.log_kl=true"]
+    assert build_parts(load_config(tiny_home / "config.yaml", flags)).token_loss
