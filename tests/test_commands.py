@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from qerl_jax import commands
-from qerl_jax.base_model import count_bytes, load_weights, open_model
+from qerl_jax.base_model import load_weights, open_model
 from qerl_jax.config import (
     AqnConfig,
     DataConfig,
@@ -29,6 +29,7 @@ from qerl_jax.config import (
 from qerl_jax.experiment import build_experiment
 from qerl_jax.plan import describe_plan
 from qerl_jax.quant import NvFp4Tensor
+from qerl_jax.tree import num_bytes
 
 PROBLEMS = 20
 
@@ -177,7 +178,7 @@ def test_a_quantized_folder_loads_bit_for_bit(tmp_path, capsys, rounding):
     assert isinstance(got["layers"]["q_proj"]["weight"], NvFp4Tensor)
     assert (folder.end_ids, folder.pad_id) == (dense.end_ids, dense.pad_id)
     assert folder.tokenizer("17+58=")["input_ids"] == dense.tokenizer("17+58=")["input_ids"]
-    assert capsys.readouterr().out == f"{out}: {count_bytes(got) / 2**20:.1f} MiB\n"
+    assert capsys.readouterr().out == f"{out}: {num_bytes(got) / 2**20:.1f} MiB\n"
 
 
 def test_scale_rounding_reaches_the_quantizer():
@@ -266,7 +267,7 @@ def test_the_plan_is_what_the_model_takes(config):
     """Bytes of the packed base, of its expansion, and of the cache, counted on real arrays."""
     experiment = build_experiment(config)
     plan = dict(line.split(maxsplit=1) for line in describe_plan(experiment).splitlines())
-    assert plan["base"].startswith(f"{count_bytes(experiment.params) / 2**20:.1f} MiB as nvfp4")
+    assert plan["base"].startswith(f"{num_bytes(experiment.params) / 2**20:.1f} MiB as nvfp4")
     linears = [
         leaf["weight"]
         for leaf in experiment.params["layers"].values()

@@ -167,6 +167,7 @@ RECORDED = {
     "step",
     "epoch",
     "sigma",
+    "noise_max_relative",
     "learning_rate",
     "reward",
     "reward_std",
@@ -207,6 +208,8 @@ def test_the_record_says_what_happened(trained):
     assert [r["epoch"] for r in records] == [0, 0, 0, 1]  # 6 prompts, 2 a step
     assert [r["sigma"] for r in records] == [float(np.float32(schedule(t))) for t in range(STEPS)]
     assert [r["learning_rate"] for r in records] == pytest.approx([0.005, 0.01, 0.01, 0.01])
+    noisy = [record["noise_max_relative"] > 0 for record in records]
+    assert noisy == [record["sigma"] > 0 for record in records] == [False, True, True, True]
     for record, rollout in zip(records, rollouts, strict=True):
         sevens = np.array([text.count("7") / 4 for text in rollout.texts])
         np.testing.assert_allclose(rollout.rewards, sevens)

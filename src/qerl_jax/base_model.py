@@ -6,7 +6,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from qerl_jax.data import end_token_ids, load_tokenizer
@@ -87,8 +86,3 @@ def load_weights(folder: ModelFolder, *, quantize: bool, scale_rounding: str) ->
 def _holds_wide_weights(path: Path) -> bool:
     wide = ("float16", "float32")
     return any(e.dtype.name in wide and len(e.shape) == 2 for e in find_tensors(path).values())
-
-
-def count_bytes(params: Params) -> int:
-    """Bytes that the parameters take on the device."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

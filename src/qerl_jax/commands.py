@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from qerl_jax import checkpoint, run_folder
-from qerl_jax.base_model import count_bytes, load_weights, open_model
+from qerl_jax.base_model import load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.config_rules import config_warnings
@@ -22,6 +22,7 @@ from qerl_jax.peft import export_adapter as write_adapter
 from qerl_jax.peft import import_adapter
 from qerl_jax.plan import describe_plan
 from qerl_jax.train import describe_report, report_record, run_evaluation, run_training
+from qerl_jax.tree import num_bytes
 
 __all__ = [
     "convert",
@@ -91,7 +92,7 @@ def quantize(*, model: str, out: str, scale_rounding: str) -> None:
         raise ValueError(f"--model: {model} is quantized already")
     params = load_weights(folder, quantize=True, scale_rounding=scale_rounding)
     save_nvfp4(out, folder.path, params, folder.config)
-    print(f"{out}: {count_bytes(params) / 2**20:.1f} MiB")
+    print(f"{out}: {num_bytes(params) / 2**20:.1f} MiB")
 
 
 def convert(*, gguf: str, out: str, tie: bool) -> None:

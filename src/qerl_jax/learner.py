@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from qerl_jax.lora import Trainable
 from qerl_jax.models import TokenBatch
 from qerl_jax.protocols import Metrics, Params, TokenLossFn
-from qerl_jax.rl import kl_k3, truncated_importance_weights
+from qerl_jax.rl import kl_k3, masked_sum, truncated_importance_weights
 
 # (params, trainable, tokens, noise_key, sigma) -> (logprobs, entropy), both [batch, completion]
 LogprobFn = Callable[..., tuple[Float[Array, "batch completion"], Float[Array, "..."]]]
@@ -130,7 +130,6 @@ def _micro_loss(
     fixed = jax.lax.stop_gradient(logprobs)
     old = fixed if batch.old_logprobs is None else batch.old_logprobs
     losses, statistics = token_loss(logprobs, old, batch.ref_logprobs, batch.advantages, mask)
-    losses = jnp.where(batch.loss_mask, losses, 0.0)
     if batch.ref_logprobs is not None and "kl" not in statistics:
         statistics = {**statistics, "kl": kl_k3(fixed, batch.ref_logprobs)}
     if importance_cap is not None:
@@ -139,20 +138,18 @@ def _micro_loss(
         )
         losses = losses * weights
         statistics = {**statistics, "importance_weight": weights}
-    loss = jnp.sum(batch.token_weights * losses)
     completion = batch.tokens.completion_mask.astype(jnp.float32)
-    gap = jnp.abs(fixed - batch.sampler_logprobs) * completion
     sums = {
         "loss_tokens": jnp.sum(mask),
         "completion_tokens": jnp.sum(completion),
-        "entropy": jnp.sum(jnp.where(batch.tokens.completion_mask, entropy, 0.0)),
-        "logprob_gap": jnp.sum(jnp.where(batch.tokens.completion_mask, gap, 0.0)),
+        "entropy": masked_sum(entropy, completion),
+        "logprob_gap": masked_sum(jnp.abs(fixed - batch.sampler_logprobs), completion),
         "statistics": {
-            name: jnp.sum(jnp.where(batch.loss_mask, jax.lax.stop_gradient(value), 0.0))
+            name: masked_sum(jax.lax.stop_gradient(value), mask)
             for name, value in statistics.items()
         },
     }
-    return loss, sums
+    return masked_sum(losses, batch.token_weights), sums
 
 
 def _means(sums):

@@ -135,12 +135,3 @@ def overlay_norms(params: Params, trainable: Trainable) -> Params:
     if trainable.norm_scales is None:
         return params
     return {**params, "layers": {**params["layers"], **trainable.norm_scales}}
-
-
-def parameter_counts(trainable: Trainable) -> dict[str, int]:
-    """Count trained parameters: {"lora": ..., "norms": ...}."""
-    parts = {"lora": trainable.adapter.pairs, "norms": trainable.norm_scales}
-    return {
-        name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(part))
-        for name, part in parts.items()
-    }

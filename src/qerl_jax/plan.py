@@ -9,6 +9,7 @@ from qerl_jax.experiment import Experiment, init_state
 from qerl_jax.lora import lora_targets
 from qerl_jax.models import abstract_params
 from qerl_jax.quant import LINEAR_WEIGHTS, quantize_params
+from qerl_jax.tree import num_bytes, num_elements
 
 _MIB = 2**20
 
@@ -26,12 +27,12 @@ def describe_plan(experiment: Experiment) -> str:
     width = np.dtype(jax.numpy.dtype(model.dtype)).itemsize
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width * rows * slots
     lines = [
-        f"model        {config.model.path}: {_count(dense):,} parameters",
-        f"base         {_bytes(stored) / _MIB:10.1f} MiB as {config.quant.format}, "
-        f"{_bytes(dense) / _MIB:.1f} MiB in 16 bits",
-        f"trained      {_bytes(state.trainable) / _MIB:10.1f} MiB, "
-        f"{_count(state.trainable):,} parameters",
-        f"optimizer    {_bytes(state.opt_state) / _MIB:10.1f} MiB",
+        f"model        {config.model.path}: {num_elements(dense):,} parameters",
+        f"base         {num_bytes(stored) / _MIB:10.1f} MiB as {config.quant.format}, "
+        f"{num_bytes(dense) / _MIB:.1f} MiB in 16 bits",
+        f"trained      {num_bytes(state.trainable) / _MIB:10.1f} MiB, "
+        f"{num_elements(state.trainable):,} parameters",
+        f"optimizer    {num_bytes(state.opt_state) / _MIB:10.1f} MiB",
         f"KV cache     {cache / _MIB:10.1f} MiB for {rows} rows x {slots} tokens",
     ]
     if config.rollout.weights == "expanded" and config.quant.format == "nvfp4":
@@ -44,11 +45,3 @@ def describe_plan(experiment: Experiment) -> str:
         f"run folder   {config.run_dir}",
     ]
     return "\n".join(lines)
-
-
-def _bytes(tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _count(tree) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))

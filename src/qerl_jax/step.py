@@ -4,15 +4,18 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.aqn import max_relative_noise
 from qerl_jax.data import DataState, next_batch
 from qerl_jax.experiment import Experiment, noise_targets
 from qerl_jax.learner import TrainBatch, TrainState
+from qerl_jax.lora import overlay_norms
 from qerl_jax.policy import policy_params, step_keys
 from qerl_jax.rl import informative_groups, token_weights
 from qerl_jax.rollout import Rollout, roll_out
@@ -46,6 +49,10 @@ def train_step(
         batch_size=config.rollout.prompts_per_step,
         seed=config.seed,
     )
+    targets = noise_targets(config, rollout=True)
+    noise_level = float(
+        _max_relative_noise(experiment.params, state.trainable, noise_key, sigma, targets=targets)
+    )
     with phase(times, "rollout"):
         rollout = sample(experiment, state, indices, noise_key, sampling_key, sigma)
     with phase(times, "batch"):
@@ -64,11 +71,19 @@ def train_step(
         "step": step + 1,
         "epoch": cursor.epoch,
         "sigma": float(sigma),
+        "noise_max_relative": noise_level,
         "learning_rate": float(experiment.parts.learning_rate(last_update)),
         **info,
         **metrics,
     }
     return state, next_cursor, record | _timings(times, rollout), rollout
+
+
+@partial(jax.jit, static_argnames="targets")
+def _max_relative_noise(params, trainable, noise_key, sigma, *, targets):
+    clean = overlay_norms(params, trainable)
+    noisy = policy_params(params, trainable, noise_key, sigma, noise_targets=targets)
+    return max_relative_noise(clean, noisy)
 
 
 def _check_finite(metrics: Mapping[str, Any], step: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from qerl_jax import checkpoint, run_folder
-from qerl_jax.base_model import count_bytes
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import config_hash, dump_config, parse_config
 from qerl_jax.data import DataState, Prompt
@@ -31,6 +30,7 @@ from qerl_jax.peft import export_adapter
 from qerl_jax.rollout import Rollout, roll_out
 from qerl_jax.sampling import SamplingConfig, generate
 from qerl_jax.step import train_step
+from qerl_jax.tree import num_bytes, num_elements
 
 Say = Callable[[str], None]
 
@@ -252,9 +252,9 @@ def _log_sample(experiment: Experiment, path: Path, step: int, rollout: Rollout)
 
 
 def _describe(experiment: Experiment, trainable: Trainable) -> str:
-    trained = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     return (
-        f"base {count_bytes(experiment.params) / 2**20:.1f} MiB, {trained:,} trained parameters, "
+        f"base {num_bytes(experiment.params) / 2**20:.1f} MiB, "
+        f"{num_elements(trainable):,} trained parameters, "
         f"{len(experiment.train_prompts)} training and {len(experiment.eval_prompts)} held-out "
         f"prompts ({experiment.dropped} too long), {jax.devices()[0].device_kind}"
     )

@@ -5,7 +5,7 @@ container such as NvFp4Tensor; an *array* is what memory holds ("layers/q_proj/w
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,23 +48,6 @@ def select(params: Params, patterns: Sequence[str]) -> tuple[str, ...]:
         if not any(matches(name, pattern) for name in names):
             raise ValueError(f"{pattern}: fits none of the {len(names)} weights, {_some(names)}")
     return tuple(name for name in names if any(matches(name, p) for p in patterns))
-
-
-def map_selected(
-    transform: Callable[[str, Any], Any], params: Params, patterns: Sequence[str]
-) -> dict[str, Any]:
-    """Return a new tree in which each weight that fits a pattern is `transform(name, weight)`.
-
-    Raises:
-        ValueError: a pattern fits no weight.
-    """
-    chosen = set(select(params, patterns))
-    return unflatten_weights(
-        {
-            name: transform(name, weight) if name in chosen else weight
-            for name, weight in flatten_weights(params).items()
-        }
-    )
 
 
 def num_elements(tree: Any) -> int:

@@ -19,7 +19,7 @@ from qerl_jax.rl.losses import (
     grpo_token_loss,
     truncated_importance_weights,
 )
-from qerl_jax.rl.masking import masked_mean, masked_sum
+from qerl_jax.rl.masking import masked_sum
 
 __all__ = [
     "ADVANTAGES",
@@ -39,7 +39,6 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "leave_one_out",
-    "masked_mean",
     "masked_sum",
     "token_weights",
     "truncated_importance_weights",

@@ -1,4 +1,4 @@
-"""Sums and means over the positions that count; the others may hold anything, NaN included."""
+"""Sums over the positions that count; the others may hold anything, NaN included."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -12,9 +12,3 @@ def masked_sum(x: Float[Array, "*shape"], mask: Float[Array, "*shape"]) -> Float
     """
     # Selected, not only multiplied: 0 * NaN is NaN.
     return jnp.sum(jnp.where(mask != 0, x, 0.0) * mask)
-
-
-def masked_mean(x: Float[Array, "*shape"], mask: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """Average x with weights mask: sum(x * mask) / sum(mask), or 0 where the mask is all 0."""
-    total = jnp.sum(mask)
-    return jnp.where(total > 0, masked_sum(x, mask) / jnp.where(total > 0, total, 1.0), 0.0)
