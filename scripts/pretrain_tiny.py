@@ -113,7 +113,9 @@ def train(ids, mask, *, config, steps: int, batch_size: int, learning_rate: floa
     """Fit random parameters by AdamW; print the loss (nats per answer token) now and then."""
     init_key, run_key = jax.random.split(jax.random.key(seed))
     params = init_params(init_key, config)
-    rate = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 100, steps, learning_rate / 100)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, min(100, steps // 10), steps, learning_rate / 100
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1)
     )
