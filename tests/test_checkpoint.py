@@ -132,9 +132,10 @@ def test_an_interrupted_save_is_cleared_away(folder):
     assert_same(restore(manager, state_of(0)).state, state_of(3))
 
 
-def test_a_reader_leaves_a_save_under_way_alone(folder):
+def test_a_reader_leaves_a_save_under_way_alone(folder, caplog):
     cut_off(folder)
     reader = open_checkpoints(folder, read_only=True)
+    assert caplog.records == []
     assert restore(reader, state_of(0)).step == 2
     assert steps(folder) == ["1", "2", "3.orbax-checkpoint-tmp-0"]
 

@@ -18,6 +18,7 @@ from qerl_jax.metrics import (
     read_jsonl,
     read_rows,
     remaining_seconds,
+    sample_text,
     write_atomically,
     write_lines,
 )
@@ -152,3 +153,24 @@ def test_lines_are_written_to_a_file_or_to_standard_output(tmp_path, capsys):
     write_lines(str(path), [{"a": "é"}, {"a": 2}])
     write_lines("-", [{"a": "é"}, {"a": 2}])
     assert path.read_text(encoding="utf-8") == capsys.readouterr().out == '{"a": "é"}\n{"a": 2}\n'
+
+
+def test_a_short_sample_is_one_line():
+    assert sample_text("17+58=", "75", 1.0) == "  sample | 17+58= -> 75 | reward 1"
+
+
+def test_a_long_sample_is_read_line_by_line():
+    assert sample_text("Add.\n17+58", "75\n\n#### 75", 0.5).split("\n") == [
+        "  sample | reward 0.5",
+        "  prompt | Add.",
+        "  prompt | 17+58",
+        "       ->| 75",
+        "       ->| ",
+        "       ->| #### 75",
+    ]
+    shown = sample_text("?", "a" * 5000 + "z", 0.0)
+    assert len(shown) < 1300 and shown.endswith("z") and "aaa [...] aaa" in shown
+
+
+def test_a_sample_cannot_command_the_terminal():
+    assert sample_text("?", "\x1b[2J\ra", 0.0) == "  sample | ? -> \ufffd[2J\ufffda | reward 0"

@@ -1,7 +1,9 @@
 """Checkpoints of a run through orbax: state, data cursor and the resolved config, together."""
 
+import logging
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,27 @@ def open_checkpoints(
 
     With `read_only` nothing is touched: the run may be under way in another process.
     """
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=None if read_only else max_to_keep,
-        create=not read_only,
-        enable_async_checkpointing=False,
-        cleanup_tmp_directories=not read_only,
-        read_only=read_only,
-    )
-    return ocp.CheckpointManager(directory.resolve(), options=options)
+    with _without_warnings() if read_only else nullcontext():
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else max_to_keep,
+            create=not read_only,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+        )
+        return ocp.CheckpointManager(directory.resolve(), options=options)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    # Orbax warns that what was asked to be read-only is read-only.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def save(manager: ocp.CheckpointManager, state: TrainState, meta: Mapping[str, Any]) -> None:

@@ -85,6 +85,26 @@ def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: fl
     return "  ".join([*parts, f"eta {eta}"])
 
 
+def sample_text(prompt: str, completion: str, reward: float) -> str:
+    """Format a sample to be read: on one line if it is short, else line by line.
+
+    Long texts lose their middle, and what a terminal might obey is shown as U+FFFD.
+    """
+    prompt, completion = _shown(prompt), _shown(completion)
+    if len(prompt) + len(completion) <= 80 and "\n" not in prompt + completion:
+        return f"  sample | {prompt} -> {completion} | reward {reward:g}"
+    lines = [f"  sample | reward {reward:g}"]
+    lines += [f"  prompt | {line}" for line in prompt.split("\n")]
+    lines += [f"       ->| {line}" for line in completion.split("\n")]
+    return "\n".join(lines)
+
+
+def _shown(text: str, *, limit: int = 1200) -> str:
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
 def progress_bar(done: int, total: int, *, width: int = 10) -> str:
     """Draw a bar such as [####......]; it is full only when all is done."""
     filled = width * done // total

@@ -25,6 +25,7 @@ from qerl_jax.metrics import (
     keep_steps,
     read_jsonl,
     remaining_seconds,
+    sample_text,
 )
 from qerl_jax.peft import export_adapter
 from qerl_jax.rollout import Rollout, roll_out
@@ -247,7 +248,7 @@ def _log_sample(experiment: Experiment, path: Path, step: int, rollout: Rollout)
         }
         append_jsonl(path / run_folder.SAMPLES, sample)
         if row == 0:
-            first = f"  sample | {prompt!r} -> {rollout.texts[0]!r} | reward {sample['reward']:g}"
+            first = sample_text(prompt, rollout.texts[0], sample["reward"])
     return first
 
 
