@@ -132,7 +132,7 @@ REFUSED = [
     ),
     (
         {"loss": {"extra": {"a": 1.0}}},
-        "loss.extra: only a module:function loss takes it; loss.name is grpo",
+        "loss.extra: only a module:function takes it, neither grpo nor group_bessel",
     ),
     (
         {"loss": {"name": "m:f", "extra": {"a": math.nan}}},

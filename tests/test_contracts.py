@@ -41,6 +41,18 @@ def rows_against_tokens(logprobs, old, ref, advantages, mask):
     return logprobs * advantages, {}
 
 
+def named_like_ours(*arguments):
+    return per_token(*arguments)[0], {"reward": arguments[0]}
+
+
+def named_by_number(*arguments):
+    return per_token(*arguments)[0], {1: arguments[0]}
+
+
+def leaves(*arguments):
+    raise SystemExit(3)
+
+
 def with_reference(logprobs, old, ref, advantages, mask):
     return logprobs - ref, {}
 
@@ -52,6 +64,9 @@ LOSSES = {
     no_statistics: "f: gave one array, not a pair of a loss and a dict of statistics",
     three_parts: "f: gave a tuple of 3, not a pair",
     rows_against_tokens: "f: [A-Za-z]*Error: .*shapes",
+    named_like_ours: "f: a statistic cannot be named 'reward'",
+    named_by_number: "f: a statistic is named 1, not by a string",
+    leaves: "f: SystemExit: 3",
     with_reference: "f: TypeError: .*NoneType.* .ref_logprobs is None unless loss.beta or ",
 }
 
@@ -89,6 +104,7 @@ SCHEDULE_FAULTS = {
     (lambda step: 0.1 / (9 - step)): "f: ZeroDivisionError: ",
     (lambda step: float("inf") if step == 9 else 0.0): "f: gave inf at step 9",
     (lambda step: None): "f: TypeError: ",
+    (lambda step: "0.1"): "f: gave '0.1' at step 0, not a sigma >= 0",
 }
 
 
@@ -122,6 +138,13 @@ def test_our_own_keep_them():
         (["--loss.name=odd:ref"], "loss.name: odd:ref: TypeError: "),
         (["--loss.advantage=odd:mean"], "loss.advantage: odd:mean: gave shape [2]"),
         (["--reward.functions=[odd:mean]"], "reward.functions: odd:mean cannot take ("),
+        (["--aqn.schedule=odd:no_maker"], "aqn.schedule: odd:no_maker: TypeError: "),
+        (["--aqn.schedule=odd:wants"], 'aqn.schedule: odd:wants: wants needs "gain"'),
+        (["--loss.advantage=odd:scaled"], 'loss.advantage: scaled needs "scale"'),
+        (
+            ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, skale: 1}"],
+            'loss.name: "skale" is not a keyword-only parameter of ',
+        ),
         (["--aqn.schedule=odd:negative"], "aqn.schedule: odd:negative: gave -1.0 at step 0"),
     ],
 )
@@ -131,12 +154,29 @@ def test_a_config_that_names_one(tiny_home, tmp_path, monkeypatch, flags, messag
         "def one(logprobs, old, ref, advantages, mask):\n    return logprobs.mean(), {}\n"
         "def ref(logprobs, old, ref, advantages, mask):\n    return logprobs - ref, {}\n"
         "def mean(rewards):\n    return rewards.mean(1)\n"
+        "def no_maker(step):\n    return 0.1\n"
+        "def wants(*, gain):\n    return lambda step: gain\n"
+        "def scaled(rewards, *, scale, eps):\n    return rewards - rewards.mean(1)[:, None]\n"
         "def negative(*, sigma_start, sigma_end, num_stages, total_steps):\n"
         "    return lambda step: -1.0\n"
     )
     with pytest.raises(ValueError) as error:
         build_parts(load_config(tiny_home / "config.yaml", flags))
     assert str(error.value).startswith(message)
+
+
+def test_functions_are_given_what_they_take(tiny_home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good_ones.py").write_text(
+        "def scaled(rewards, *, scale, eps):\n"
+        "    return scale * (rewards - rewards.mean(1)[:, None]) / (1 + eps)\n"
+        "def halving(*, sigma_start):\n    return lambda step: sigma_start / 2**step\n"
+    )
+    flags = ["--loss.advantage=good_ones:scaled", "--loss.extra={scale: 3}"]
+    flags += ["--loss.advantage_eps=0.5", "--aqn.schedule=good_ones:halving"]
+    parts = build_parts(load_config(tiny_home / "config.yaml", flags))
+    assert parts.advantage_fn(jnp.array([[1.0, 0.0]])).tolist() == [[1.0, -1.0]]
+    assert [parts.schedule(step) for step in (0, 1)] == [0.01, 0.005]
 
 
 def test_with_a_reference_a_loss_may_use_it(tiny_home, tmp_path, monkeypatch):

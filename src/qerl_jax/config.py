@@ -111,7 +111,9 @@ class LossConfig:
     mask_truncated: bool = False  # completions cut by the token limit carry no loss
     old_logprobs: Literal["trainer", "sampler"] = "trainer"  # denominator of the ratio
     importance_cap: float | None = None  # truncated importance sampling trainer/sampler; null: off
-    extra: dict[str, float] = field(default_factory=dict)  # keyword arguments of a user's loss
+    extra: dict[str, float] = field(
+        default_factory=dict
+    )  # keyword arguments of a user's loss or advantage
 
 
 @dataclass(frozen=True, kw_only=True)

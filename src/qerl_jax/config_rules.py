@@ -210,9 +210,9 @@ def _check_loss(config: ExperimentConfig) -> None:
     loss = config.loss
     if loss.name in ("dapo", "dr_grpo") and loss.beta != 0:
         raise ValueError(f"loss.beta: {loss.name} has no KL term; expected 0, got {loss.beta}")
-    if loss.extra and ":" not in loss.name:
+    if loss.extra and ":" not in loss.name + loss.advantage:
         raise ValueError(
-            f"loss.extra: only a module:function loss takes it; loss.name is {loss.name}"
+            f"loss.extra: only a module:function takes it, neither {loss.name} nor {loss.advantage}"
         )
     for name, value in loss.extra.items():
         if not math.isfinite(value):

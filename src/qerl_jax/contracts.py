@@ -12,9 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.data.messages import first_line
-from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, TokenLossFn
+from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, ScheduleMaker, TokenLossFn
+from qerl_jax.resolve import bind_keywords
 
 _SHAPE = (2, 3)
+# Statistics are logged beside these.
+RESERVED = frozenset(
+    "step epoch sigma noise_max_relative learning_rate reward reward_std kept_groups groups "
+    "length_mean length_max truncated loss loss_tokens grad_norm update_norm entropy logprob_gap "
+    "importance_weight".split()
+)
 _NO_REFERENCE = " (ref_logprobs is None unless loss.beta or loss.log_kl is set)"
 
 
@@ -41,6 +48,11 @@ def check_token_loss(fn: TokenLossFn, *, place: str, reference: bool) -> None:
             f"{place}: gave {_kind(result)}, not a pair of a loss and a dict of statistics"
         )
     losses, statistics = result
+    for name in statistics:
+        if not isinstance(name, str):
+            raise ValueError(f"{place}: a statistic is named {name!r}, not by a string")
+        if name in RESERVED or "/" in name:
+            raise ValueError(f"{place}: a statistic cannot be named {name!r}, which is ours")
     for name, value in {"the loss": losses, **statistics}.items():
         if value.shape != _SHAPE or not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
@@ -65,15 +77,25 @@ def check_advantage(fn: AdvantageFn, *, place: str) -> None:
         raise ValueError(f"{place}: gave {advantages.tolist()} for rewards {rewards.tolist()}")
 
 
+def make_schedule(maker: ScheduleMaker, *, place: str, **settings: Any) -> Schedule:
+    """Call a schedule maker with those of `settings` that it takes.
+
+    Raises ValueError.
+    """
+    bound = bind_keywords(maker, settings, field=place)
+    return _call(place, bound)
+
+
 def check_schedule(schedule: Schedule, *, total_steps: int, place: str) -> None:
     """Check that a noise schedule gives a standard deviation at the ends and in the middle.
 
     Raises ValueError.
     """
     for step in (0, total_steps // 2, total_steps - 1):
-        sigma = _call(place, lambda step=step: float(schedule(step)))
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise ValueError(f"{place}: gave {sigma} at step {step}, not a sigma >= 0")
+        sigma = _call(place, schedule, step)
+        number = math.nan if isinstance(sigma, str) else _call(place, float, sigma)
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{place}: gave {sigma!r} at step {step}, not a sigma >= 0")
 
 
 def check_reward(fn: RewardFn, *, place: str) -> None:
@@ -92,7 +114,7 @@ def check_reward(fn: RewardFn, *, place: str) -> None:
 def _call(place: str, fn: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return fn(*arguments)
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ValueError(f"{place}: {type(error).__name__}: {first_line(error)}") from error
 
 

@@ -13,7 +13,13 @@ from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.base_model import ModelFolder, load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_rules import validate_config
-from qerl_jax.contracts import check_advantage, check_reward, check_schedule, check_token_loss
+from qerl_jax.contracts import (
+    check_advantage,
+    check_reward,
+    check_schedule,
+    check_token_loss,
+    make_schedule,
+)
 from qerl_jax.data import Prompt, encode_prompts, load_examples
 from qerl_jax.learner import TrainState, make_logprobs, make_update_step
 from qerl_jax.lora import Trainable, check_lora, init_trainable
@@ -87,9 +93,9 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
 
 def build_parts(config: ExperimentConfig) -> Parts:
     """Look up and bind the functions that the config names."""
-    loss, aqn, reward = config.loss, config.aqn, config.reward
-    token_loss, aggregation = _policy_loss(config)
-    advantage = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
+    aqn, reward = config.aqn, config.reward
+    advantage, for_advantage = _advantage(config)
+    token_loss, aggregation = _policy_loss(config, set(for_advantage))
     schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
     rewards = {name: _reward(name, field="reward.functions") for name in reward.functions}
     correct = config.eval.correct or reward.functions[0]
@@ -99,7 +105,9 @@ def build_parts(config: ExperimentConfig) -> Parts:
         rewards[correct] = _reward(correct, field="eval.correct")
         weights = (*weights, 0.0)
     parts = Parts(
-        schedule=schedule(
+        schedule=make_schedule(
+            schedule,
+            place=f"aqn.schedule: {aqn.schedule}",
             sigma_start=aqn.sigma_start,
             sigma_end=aqn.sigma_end,
             num_stages=aqn.num_stages,
@@ -107,7 +115,7 @@ def build_parts(config: ExperimentConfig) -> Parts:
         ),
         score_fn=combine_rewards(rewards, weights),
         correct_name=correct,
-        advantage_fn=bind_keywords(advantage, {"eps": loss.advantage_eps}, field="loss.advantage"),
+        advantage_fn=advantage,
         token_loss=token_loss,
         aggregation=aggregation,
         learning_rate=partial(learning_rate_at, **_rate(config)),
@@ -162,14 +170,27 @@ def _rate(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _policy_loss(config: ExperimentConfig) -> tuple[TokenLossFn, str]:
-    """Bind the loss to the hyperparameters it takes; a user's loss defaults to token_mean."""
+def _advantage(config: ExperimentConfig) -> tuple[AdvantageFn, dict[str, float]]:
+    """Bind the advantage; returns it and what it takes of loss.extra."""
+    loss = config.loss
+    chosen = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
+    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen)}
+    available = {"eps": loss.advantage_eps}
+    return bind_keywords(chosen, available, extra=extra, field="loss.advantage"), extra
+
+
+def _policy_loss(config: ExperimentConfig, taken: set[str]) -> tuple[TokenLossFn, str]:
+    """Bind the loss to the hyperparameters it takes; a user's loss defaults to token_mean.
+
+    `taken`: names in loss.extra that the advantage takes.
+    """
     loss = config.loss
     table = {name: entry.token_loss for name, entry in POLICY_LOSSES.items()}
     chosen = load_function(loss.name, field="loss.name", table=table)
     if loss.beta != 0 and "beta" not in keyword_names(chosen):
         raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
-    bound = bind_keywords(chosen, asdict(loss), extra=loss.extra, field="loss.name")
+    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen) or k not in taken}
+    bound = bind_keywords(chosen, asdict(loss), extra=extra, field="loss.name")
     if loss.aggregation != "auto":
         return bound, loss.aggregation
     known = POLICY_LOSSES.get(loss.name)

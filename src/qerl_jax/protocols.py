@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 Params = Mapping[str, Any]  # nested dicts of arrays and NvFp4Tensor
 Metrics = dict[str, Any]  # name -> scalar
-Schedule = Callable[[int], float]  # optimizer step (from 0) -> sigma
+Schedule = Callable[[int], float]  # training step (from 0) -> sigma
 
 
 @typing.runtime_checkable
@@ -39,8 +39,20 @@ class TokenLossFn(Protocol):
 
 
 @typing.runtime_checkable
+class ScheduleMaker(Protocol):
+    """Makes the noise schedule of a run; one of a user's own may take fewer keywords."""
+
+    def __call__(
+        self, *, sigma_start: float, sigma_end: float, num_stages: int, total_steps: int
+    ) -> Schedule: ...
+
+
+@typing.runtime_checkable
 class AdvantageFn(Protocol):
-    """Advantages of the completions of each group from their rewards."""
+    """Advantages of the completions of each group from their rewards.
+
+    A keyword-only parameter `eps` is given loss.advantage_eps, others are given by loss.extra.
+    """
 
     def __call__(self, rewards: Float[Array, "prompts group"]) -> Float[Array, "prompts group"]: ...
 

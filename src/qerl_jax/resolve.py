@@ -93,7 +93,7 @@ def _import(module_name: str, field: str) -> ModuleType:
     with _working_directory_on_path():
         try:
             return importlib.import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and _is_parent(error.name, module_name):
                 message = f"is neither on the Python path nor in {os.getcwd()}"
             else:

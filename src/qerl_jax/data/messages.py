@@ -19,6 +19,6 @@ def unknown_name(place: str, name: str, valid: Iterable[str]) -> ValueError:
     return ValueError(message)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, or its type if it says nothing."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -49,7 +49,7 @@ def _value(name: str, reward: RewardFn, *strings: str) -> float:
     """Turn what a reward gives into a float, or name the reward."""
     try:
         value = reward(*strings)
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise ValueError(f"reward {name}: {type(error).__name__}: {error}") from error
     try:
         number = None if isinstance(value, str) else float(value)
