@@ -129,6 +129,7 @@ GOLDEN = {
     "loss": -0.0373819,
     "loss_tokens": 22.0,
     "grad_norm": 4.503835,  # before clipping to 0.1
+    "update_norm": 0.4307529,
     "entropy": 2.591356,
     "kl": 0.0288007,
     "ratio": 1.058932,

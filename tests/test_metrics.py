@@ -62,6 +62,14 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path, cut):
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
 
 
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "1"}'])
+def test_what_is_no_record_is_refused(tmp_path, line):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"^{path}:2: holds no (record|step)$"):
+        keep_steps(path, 5)
+
+
 def test_only_a_newline_ends_a_record(tmp_path):
     """str.splitlines takes more characters for line ends, and models write them."""
     record = {"step": 1, "text": "a\u2028b\u0085c\x1cd\n"}

@@ -222,3 +222,26 @@ def test_what_cannot_change_a_number_may_differ(whole, config_at, tmp_path):
     assert len(list((tmp_path / "moved/checkpoints").iterdir())) == 3
     run_training(config_at(tmp_path / "moved"), resume=True, say=lambda line: None)
     assert_same_run(tmp_path / "moved", whole, config_at)
+
+
+def test_a_run_whose_records_are_gone_says_so(whole, config_at, tmp_path):
+    path, said = tmp_path / "run", []
+    config = config_at(path)
+    run_training(config, stop_after=2, say=lambda line: None)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        (path / name).unlink()
+    result = run_training(config, resume=True, say=said.append)
+    assert said[0] == f"warning: {path}/metrics.jsonl holds 0 of the 2 steps so far"
+    assert said[-1].startswith("held-out accuracy not on record before, ")
+    assert result.finished and result.before is None
+    assert last_checkpoint(path, config)[0] == last_checkpoint(whole, config_at(whole))[0]
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(whole, config_at, tmp_path):
+    path, said = tmp_path / "run", []
+    config = config_at(path)
+    run_training(config, stop_after=2, say=lambda line: None)
+    shutil.rmtree(path / "checkpoints")
+    run_training(config, resume=True, say=said.append)
+    assert said[0] == f"no checkpoint in {path} yet: the run begins anew"
+    assert_same_run(path, whole, config_at)

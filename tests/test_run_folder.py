@@ -10,7 +10,15 @@ import pytest
 from qerl_jax import run_folder
 from qerl_jax.config import ExperimentConfig, TrainConfig
 from qerl_jax.config_io import load_config
-from qerl_jax.run_folder import CONFIG, check_run, check_same, create_run, environment
+from qerl_jax.run_folder import (
+    CONFIG,
+    check_run,
+    check_same,
+    create_run,
+    environment,
+    locked,
+    replacing,
+)
 
 
 def config_at(path, **changes):
@@ -152,9 +160,28 @@ def test_a_path_that_turns_bad_meanwhile_is_one_line(tmp_path):
 def test_overwrite_leaves_only_the_new_run(run):
     check_run(config_at(run, seed=9), resume=False, overwrite=True)
     create_run(config_at(run, seed=9), overwrite=True)
+    with replacing(run) as proved:
+        proved()
     assert {str(p) for p in contents(run)} == {CONFIG, "environment.json"}
     assert load_config(run / CONFIG).seed == 9
     assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
+def test_a_new_run_that_fails_before_it_is_proved_puts_the_old_one_back(run):
+    before = contents(run)
+    create_run(config_at(run, seed=9), overwrite=True)
+    with pytest.raises(KeyboardInterrupt), replacing(run):
+        raise KeyboardInterrupt
+    assert contents(run) == before
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
+def test_a_folder_serves_one_process(run):
+    with locked(run):
+        for settings in ({"resume": True}, {"overwrite": True}):
+            message = refusal(config_at(run), **settings)
+            assert message == f"run_dir: {run} is in use by another process"
+    check_run(config_at(run), resume=True, overwrite=False)
 
 
 def test_a_replacement_that_fails_puts_the_old_run_back(run, monkeypatch):

@@ -20,7 +20,7 @@ from qerl_jax.lora import Trainable
 from qerl_jax.metrics import read_jsonl
 from qerl_jax.policy import policy_params, step_keys
 from qerl_jax.sampling import generate
-from qerl_jax.step import make_batch, sample, train_step
+from qerl_jax.step import _check_finite, make_batch, sample, train_step
 from qerl_jax.train import run_training, stop_signals
 from qerl_jax.tree import flatten_arrays
 
@@ -180,6 +180,7 @@ RECORDED = {
     "loss",
     "loss_tokens",
     "grad_norm",
+    "update_norm",
     "entropy",
     "logprob_gap",
     "ratio",
@@ -353,18 +354,24 @@ def test_a_run_shows_its_progress(tiny_home, tmp_path, trained):
         }
 
 
-def test_signals_are_noted_once_and_then_act_as_usual():
+def test_signals_are_noted_once_and_then_act_as_usual(capfd):
+    # A shell that starts this in the background has SIGINT ignored.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with stop_signals() as stopped:
-        assert not stopped.is_set()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stopped.wait(5)
-        assert signal.getsignal(signal.SIGTERM) == before[0]
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+    try:
+        with stop_signals() as stopped:
+            assert not stopped.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopped.wait(5)
+            assert "saves and stops after this step" in capfd.readouterr().err
+            assert signal.getsignal(signal.SIGTERM) == before[0]
             os.kill(os.getpid(), signal.SIGINT)
-            stopped.wait(5)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                stopped.wait(5)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    finally:
+        signal.signal(signal.SIGINT, ours)
 
 
 def test_outside_the_main_thread_signals_are_left_alone():
@@ -399,7 +406,37 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(tiny_hom
     )
     flags = ["--loss.name=odd_losses:kink", f"--run_dir={tmp_path}/run"]
     flags.append("--train.checkpoint_every=1")
-    with pytest.raises(ValueError, match=r"^step 1: loss 0\.0, gradient norm nan; stopped"):
+    with pytest.raises(ValueError, match=r"^step 1: loss 0\.0, grad_norm nan, .*; stopped"):
         run_training(load_config(tiny_home / "config.yaml", flags), say=lambda line: None)
     assert read_jsonl(tmp_path / "run/metrics.jsonl") == []
     assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+def test_an_update_that_is_not_finite_is_as_bad():
+    sound = {"loss": 0.0, "grad_norm": 1.0, "update_norm": 1.0}
+    _check_finite(sound, 3)
+    for name in sound:
+        with pytest.raises(ValueError, match=f"^step 3: .*{name} inf.*; stopped"):
+            _check_finite(sound | {name: np.float32(np.inf)}, 3)
+
+
+def test_a_failing_first_step_leaves_the_run_that_it_would_replace(tiny_home, tmp_path):
+    path = tmp_path / "run"
+    run_training(load_config(tiny_home / "config.yaml", [f"--run_dir={path}"]), say=lambda x: None)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    flags = [f"--run_dir={path}", "--reward.functions=[odd_rewards_late:late]"]
+    (tiny_home / "odd_rewards_late.py").write_text(
+        "def late(p, c, a):\n    raise OSError('disk')\n"
+    )
+    with pytest.raises(ValueError, match=r"^reward odd_rewards_late:late: OSError: disk"):
+        run_training(load_config(tiny_home / "config.yaml", flags), overwrite=True)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_metrics_of_several_updates_are_means_but_for_what_the_sampler_saw(tiny_home):
+    flags = ["--optimizer.num_iterations=3", "--optimizer.learning_rate=0.1"]
+    flags += ["--optimizer.warmup_steps=0", "--aqn.enabled=false"]
+    _, records, _ = train(build_experiment(load_config(tiny_home / "config.yaml", flags)), 2)
+    assert all(record["logprob_gap"] < 1e-5 for record in records)
+    assert any(abs(record["ratio"] - 1) > 1e-3 for record in records)

@@ -1,5 +1,6 @@
 """Checkpoints of a run through orbax: state, data cursor and the resolved config, together."""
 
+import hashlib
 import logging
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from qerl_jax.data.messages import first_line
 from qerl_jax.learner import TrainState
+from qerl_jax.tree import flatten_arrays
 
 # The run's key is stored as its raw data: not every orbax release takes typed keys.
 
@@ -67,7 +69,8 @@ def save(manager: ocp.CheckpointManager, state: TrainState, meta: Mapping[str, A
     manager.save(
         int(state.step),
         args=ocp.args.Composite(
-            state=ocp.args.StandardSave(_storable(state)), meta=ocp.args.JsonSave(dict(meta))
+            state=ocp.args.StandardSave(_storable(state)),
+            meta=ocp.args.JsonSave({**meta, "sha256": _digest(_storable(state))}),
         ),
     )
     manager.wait_until_finished()
@@ -88,10 +91,24 @@ def restore(
         steps = ", ".join(map(str, sorted(manager.all_steps())))
         raise ValueError(f"{manager.directory}: holds no step {step}; there are {steps}")
     items = _read(manager, step, _template(like))
+    if not {"data", "config", "sha256"} <= set(items["meta"]):
+        raise ValueError(f"{manager.directory / str(step)}: cannot be read (meta is not complete)")
+    if _digest(items["state"]) != items["meta"]["sha256"]:
+        raise ValueError(f"{manager.directory / str(step)}: is damaged (its sha256 is another)")
     # Orbax ties arrays to a device, new ones are not: programs would compile anew, and differ.
     stored = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), items["state"])
     state = stored.replace(key=jax.random.wrap_key_data(stored.key))
     return Restored(step=step, state=state, meta=items["meta"])
+
+
+def _digest(state: TrainState) -> str:
+    """Hash names, dtypes and bytes of all arrays; orbax reads a changed byte without a word."""
+    digest = hashlib.sha256()
+    for name, array in flatten_arrays(state).items():
+        array = np.ascontiguousarray(array)
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _read(manager: ocp.CheckpointManager, step: int, template: TrainState) -> Mapping[str, Any]:

@@ -115,7 +115,12 @@ def make_update_step(
         (loss, sums, grads), _ = jax.lax.scan(accumulate, zeros, micros)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), **_means(sums)}
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
+            **_means(sums),
+        }
         return state.replace(trainable=trainable, opt_state=opt_state), metrics
 
     return update_step

@@ -34,22 +34,35 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read whole lines; a last line cut short by a crash is left out."""
+    """Read whole lines; a last line cut short by a crash is left out.
+
+    Raises ValueError for a line that no crash can leave.
+    """
     if not path.exists():
         return []
     records = []
     # Only "\n" ends a line: str.splitlines also splits at characters that a sample may hold.
     for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError):
             break
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{len(records) + 1}: holds no record")
+        records.append(record)
     return records
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Drop records of later steps than `last_step`, which a resumed run will write again."""
-    records = [record for record in read_jsonl(path) if record["step"] <= last_step]
+    """Drop records of later steps than `last_step`, which a resumed run will write again.
+
+    Raises ValueError for a record without a step.
+    """
+    records = read_jsonl(path)
+    for number, record in enumerate(records, start=1):
+        if type(record.get("step")) is not int:
+            raise ValueError(f"{path}:{number}: holds no step")
+    records = [record for record in records if record["step"] <= last_step]
     if path.exists():
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         write_atomically(path, "".join(lines))

@@ -1,11 +1,12 @@
 """The folder of a run: what it holds, when it may be created, resumed or replaced."""
 
+import fcntl
 import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
+LOCK = ".lock"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
@@ -44,6 +46,9 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
         )
     elif occupied and not holds_run:
         raise FileExistsError(f"run_dir: {path} is not a run folder (no {CONFIG}), so it stays")
+    if (path / LOCK).exists():
+        with locked(path):
+            pass
 
 
 def _check_writable(path: Path) -> None:
@@ -80,17 +85,23 @@ def check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -
 def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
     """Make the run folder with its resolved config and environment; returns its path.
 
-    A folder that is replaced is moved aside first, deleted last, and put back on failure.
-    Raises OSError naming run_dir when it cannot be written.
+    A run that is replaced is moved aside, and put back on failure; `replacing` drops it.
+    Raises OSError naming run_dir when the folder cannot be written.
     """
     path = Path(config.run_dir)
     texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _moved_aside(path) if overwrite and path.exists() else nullcontext():
+        if overwrite and path.exists():
+            shutil.rmtree(_aside(path), ignore_errors=True)
+            path.rename(_aside(path))
+        try:
             path.mkdir(exist_ok=True)
             for name, text in texts.items():
                 write_atomically(path / name, text)
+        except BaseException:
+            _put_back(path)
+            raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
@@ -98,17 +109,40 @@ def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
 
 
 @contextmanager
-def _moved_aside(path: Path) -> Iterator[None]:
-    aside = path.absolute().with_name(f".{path.absolute().name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
+def replacing(path: Path) -> Iterator[Callable[[], None]]:
+    """Yield what to call once the new run has proved itself: it drops the run moved aside.
+
+    A failure before that puts the old run back.
+    """
     try:
-        yield
+        yield lambda: shutil.rmtree(_aside(path), ignore_errors=True)
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
+        _put_back(path)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.absolute().with_name(f".{path.absolute().name}.replaced")
+
+
+def _put_back(path: Path) -> None:
+    if _aside(path).exists():
+        shutil.rmtree(path, ignore_errors=True)
+        _aside(path).rename(path)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the run folder for this process; the lock goes with it, however it ends.
+
+    Raises ValueError when another process holds it.
+    """
+    with (path / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"run_dir: {path} is in use by another process") from None
+        yield
 
 
 def _as_json(value: dict[str, str]) -> str:

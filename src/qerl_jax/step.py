@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ def train_step(
 
     Returns the new state (the given one is donated), the new data cursor, the metrics record
     and the rollout. Everything random comes from the state's key and step. Raises ValueError when
-    the loss or its gradient is not finite: the adapter would be lost, and no save may keep it.
+    the loss, its gradient or the update is not finite: the adapter is lost, and no save may keep
+    it.
     """
     config, times = experiment.config, {}
     step = int(state.step)
@@ -59,11 +60,13 @@ def train_step(
         batch, info = make_batch(experiment, state, rollout, noise_key, sigma)
         jax.block_until_ready(batch)  # or its forwards would be timed as part of the update
     with phase(times, "update"):
+        updates = []
         for _ in range(config.optimizer.num_iterations):
             state, metrics = experiment.update_step(
                 state, experiment.params, batch, noise_key, sigma
             )
-        metrics = jax.device_get(metrics)
+            updates.append(metrics)
+        metrics = _mean_metrics(jax.device_get(updates))
     _check_finite(metrics, step + 1)
     state = state.replace(step=state.step + 1)
     last_update = (step + 1) * config.optimizer.num_iterations - 1
@@ -86,12 +89,23 @@ def _max_relative_noise(params, trainable, noise_key, sigma, *, targets):
     return max_relative_noise(clean, noisy)
 
 
+def _mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the metrics of the updates on one rollout.
+
+    Entropy and the sampler's gap are of the policy that sampled, which later updates move away.
+    """
+    means = {name: np.mean([update[name] for update in updates]) for name in updates[0]}
+    return means | {name: updates[0][name] for name in ("entropy", "logprob_gap")}
+
+
 def _check_finite(metrics: Mapping[str, Any], step: int) -> None:
-    loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    names = ("loss", "grad_norm", "update_norm")
+    values = {name: float(metrics[name]) for name in names}
+    if not all(map(math.isfinite, values.values())):
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
         raise ValueError(
-            f"step {step}: loss {loss}, gradient norm {norm}; stopped before it is saved, so the "
-            "run folder still holds the last checkpoint"
+            f"step {step}: {shown}; stopped before it is saved, so the run folder still holds the "
+            "last checkpoint"
         )
 
 

@@ -1,10 +1,11 @@
 """The host loop: steps, evaluation, checkpoints, logs, and a clean stop at any time."""
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from qerl_jax.step import train_step
 from qerl_jax.tree import num_bytes, num_elements
 
 Say = Callable[[str], None]
+_START = DataState(epoch=0, index=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +66,46 @@ def run_training(
     run_folder.check_run(config, resume=resume, overwrite=overwrite)
     experiment = build_experiment(config)
     state = init_state(config, experiment.parts.optimizer, experiment.params)
-    cursor = DataState(epoch=0, index=0)
     path = Path(config.run_dir)
     if not resume:
         path = run_folder.create_run(config, overwrite=overwrite)
-    manager = checkpoint.open_checkpoints(
-        path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
-    )
-    if resume and (restored := checkpoint.restore(manager, state)):
+    with (
+        run_folder.locked(path),
+        run_folder.replacing(path) if overwrite else nullcontext(lambda: None) as proved,
+    ):
+        manager = checkpoint.open_checkpoints(
+            path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
+        )
+        state, cursor = _restore(config, state, path, manager, say) if resume else (state, _START)
+        say(f"run folder {path}, step {int(state.step)} of {config.train.total_steps}")
+        say(_describe(experiment, state.trainable))
+        with stop_signals() as stopped:
+            state = _loop(
+                experiment, state, cursor, path, manager, stop_after, stopped, proved, say
+            )
+        manager.close()
+        return _finish(experiment, state, path, say)
+
+
+def _restore(config, state, path, manager, say):
+    """Return (state, data cursor) of the last checkpoint, or of step 0 if there is none."""
+    cursor, restored = _START, checkpoint.restore(manager, state)
+    if restored:
         run_folder.check_same(config, parse_config(restored.meta["config"]), path)
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
         keep_steps(path / name, first)
-    say(f"run folder {path}, step {first} of {config.train.total_steps}")
-    say(_describe(experiment, state.trainable))
-    with stop_signals() as stopped:
-        state, cursor = _loop(experiment, state, cursor, path, manager, stop_after, stopped, say)
-    manager.close()
-    return _finish(experiment, state, path, say)
+    recorded = len(read_jsonl(path / run_folder.METRICS))
+    if recorded != first:
+        say(f"warning: {path / run_folder.METRICS} holds {recorded} of the {first} steps so far")
+    if restored is None:
+        say(f"no checkpoint in {path} yet: the run begins anew")
+    return state, cursor
 
 
-def _loop(experiment, state, cursor, path, manager, stop_after, stopped, say):
-    """Run the remaining steps; returns the last state and data cursor."""
+def _loop(experiment, state, cursor, path, manager, stop_after, stopped, proved, say):
+    """Run the remaining steps; returns the last state."""
     config, first, ends = experiment.config, int(state.step), []
     total = config.train.total_steps
     last = total if stop_after is None else min(total, first + stop_after)
@@ -95,6 +114,7 @@ def _loop(experiment, state, cursor, path, manager, stop_after, stopped, say):
     for step in range(first + 1, last + 1):
         state, cursor, record, rollout = train_step(experiment, state, cursor)
         append_jsonl(path / run_folder.METRICS, record)
+        proved()
         ends.append(time.perf_counter())
         eta = remaining_seconds(ends, steps_left=total - step)
         say(console_line(record, total_steps=total, eta_seconds=eta))
@@ -107,7 +127,7 @@ def _loop(experiment, state, cursor, path, manager, stop_after, stopped, say):
             checkpoint.save(manager, state, _checkpoint_meta(config, cursor))
         if over:
             break
-    return state, cursor
+    return state
 
 
 def _checkpoint_meta(config: ExperimentConfig, cursor: DataState) -> dict[str, Any]:
@@ -124,7 +144,7 @@ def _due(every: int, step: int) -> bool:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM and SIGINT set; a second signal acts as usual.
+    """Yield an event that SIGTERM and SIGINT set, saying so; a second signal acts as usual.
 
     Python delivers signals to the main thread only: elsewhere the event is never set.
     """
@@ -137,6 +157,8 @@ def stop_signals() -> Iterator[threading.Event]:
 
     def stop(number, _frame):
         stopped.set()
+        # Not print: a handler may run inside of one.
+        os.write(2, b"qerl: saves and stops after this step; a second signal stops at once\n")
         signal.signal(number, before[number])
 
     for number in numbers:
@@ -272,10 +294,12 @@ def _finish(experiment: Experiment, state: TrainState, path: Path, say: Say) -> 
             base_model=experiment.config.model.path,
             replace=True,
         )
-    accuracy = {r["step"]: r["accuracy"] for r in read_jsonl(path / run_folder.EVALUATIONS)}
+    records = read_jsonl(path / run_folder.EVALUATIONS)
+    accuracy = {record["step"]: record.get("accuracy") for record in records}
     before, after = accuracy.get(0), accuracy.get(total)
     if step == total:
-        say(f"held-out accuracy {before:.3f} before, {after:.3f} after; run folder {path}")
+        first, last = ("not on record" if a is None else f"{a:.3f}" for a in (before, after))
+        say(f"held-out accuracy {first} before, {last} after; run folder {path}")
     else:
         say(f"stopped after step {step} of {total}; go on with --resume; run folder {path}")
     return TrainResult(run_dir=path, step=step, finished=step == total, before=before, after=after)
