@@ -74,8 +74,8 @@ FIELDS = {
     "--rollout.max_completion_tokens=27": "rollout.max_completion_tokens: 27 after prompts of up "
     "to 6 tokens exceeds the model's context of 32 tokens",
     "--eval.max_completion_tokens=99": "eval.max_completion_tokens: 99 after prompts of up to 6",
-    "--model.path=/no/such/model": "/no/such/model: no such model folder",
-    "--lora.init_from=/no/such/adapter": "/no/such/adapter: no such adapter folder",
+    "--model.path=/no/such/model": "model.path: /no/such/model: no such model folder",
+    "--lora.init_from=/no/such/adapter": "lora.init_from: /no/such/adapter: no such adapter folder",
     "--optimizer.micro_batch_size=3": "optimizer.micro_batch_size: 3 does not divide 8 ",
     "--data.max_prompt_tokens=3": "data.max_prompt_tokens: all 6 prompts are longer than 3 tokens",
 }
@@ -115,6 +115,11 @@ def edit_tensor(folder, name, change):
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = change(tensors.get(name))
     save_file(tensors, folder / "model.safetensors")
+
+
+def edit_embedding(folder, rows):
+    edit_json(folder, vocab_size=rows)
+    edit_tensor(folder, "model.embed_tokens.weight", lambda tensor: tensor[:rows])
 
 
 def truncate(folder):
@@ -159,6 +164,18 @@ MODELS = {
         lambda folder: (folder / "model.safetensors").unlink(),
         "model: holds neither model.safetensors nor model.safetensors.index.json",
     ),
+    "with a token beyond its embedding": (
+        lambda folder: edit_embedding(folder, rows=15),
+        "model: prompt '.*': token id 15 is not one of 0 to 14",
+    ),
+    "whose end token is beyond its embedding": (
+        lambda folder: edit_json(folder, eos_token_id=99),
+        "model: eos_token_id 99 is not one of 0 to 15",
+    ),
+    "whose config.json is nested without end": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        "config.json: not valid JSON",
+    ),
     "without a tokenizer": (
         lambda folder: (folder / "tokenizer.json").unlink(),
         "model: holds no tokenizer",
@@ -188,8 +205,12 @@ def test_a_model(refused, tiny_home, tmp_path, kind):
     damage, message = MODELS[kind]
     shutil.copytree(tiny_home / "model", tmp_path / "model")
     damage(tmp_path / "model")
-    line = refused(f"--model.path={tmp_path}/model")
+    flag = f"--model.path={tmp_path}/model"
+    line = refused(flag)
     assert re.search(message, line), line
+    if kind != "with NaN":  # which only the values tell
+        shutil.rmtree(tmp_path / "runs/old")
+        assert refused(flag, "--dry-run") == line
 
 
 GOOD = '{"question": "1+2=", "answer": "3"}\n'

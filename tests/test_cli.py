@@ -64,7 +64,7 @@ REFUSED = {
     "train x.yaml --rollout.top_k": "--rollout.top_k: needs a value, as in --rollout.top_k VALUE "
     "or --rollout.top_k=VALUE",
     "train x.yaml --rollout.top_k x": '--rollout.top_k: expected int, got "x"',
-    "train x.yaml --rollout.top_p 2": "rollout.top_p: expected a number in (0, 1], got 2.0",
+    "train x.yaml --rollout.top_p 2": "rollout.top_p: expected a number in [0.000001, 1], got 2.0",
     "train x.yaml --resume --overwrite": "train: --resume and --overwrite exclude each other",
     "eval x.yaml --limit 0": "eval: argument --limit: expected >= 1, got 0; see qerl eval --help",
     "score --in -": "score: the following arguments are required: --model; see qerl score --help",
@@ -72,8 +72,8 @@ REFUSED = {
     "--help",
     "score --model a --in - --top-k x": 'score: argument --top-k: expected int, got "x"; see '
     "qerl score --help",
-    "score --model a --in - --temperature 0": "score: argument --temperature: expected > 0, got "
-    "0.0; see qerl score --help",
+    "score --model a --in - --temperature 0": "score: argument --temperature: expected >= 0.001, "
+    "got 0.0; see qerl score --help",
     "score --model": "score: argument --model: expected one argument; see qerl score --help",
     "score --model a --in - --seed 1": "score: unknown flag --seed; see qerl score --help",
     "generate --model a": "generate: no prompts; give --prompt or --in; see qerl generate --help",

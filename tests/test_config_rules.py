@@ -7,7 +7,13 @@ import pytest
 
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_decode import decode, field_names, field_type
-from qerl_jax.config_rules import BOUNDS, config_warnings, interval_problem, validate_config
+from qerl_jax.config_rules import (
+    BOUNDS,
+    LARGEST,
+    config_warnings,
+    interval_problem,
+    validate_config,
+)
 
 
 def config_of(**sections: dict) -> ExperimentConfig:
@@ -36,14 +42,14 @@ def test_defaults_are_valid():
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))
 def test_numbers_outside_their_interval_are_refused_by_name(name):
-    low, high = (float(end) for end in BOUNDS[name][1:-1].split(", "))
+    interval = BOUNDS[name].removeprefix("0 or ")
+    low, high = (float(end) for end in interval[1:-1].split(", "))
+    high = LARGEST if high == math.inf else high
     is_int = {field_type(name), *get_args(field_type(name))} & {int}
     outside = [low - 1, high + 1] if is_int else [low - 0.5, high + 0.5, math.nan, math.inf]
-    outside += [low] if BOUNDS[name][0] == "(" else []
-    outside += [high] if BOUNDS[name][-1] == ")" and math.isfinite(high) else []
+    outside += [low] if interval[0] == "(" else []
+    outside += [high] if interval[-1] == ")" and high != LARGEST else []
     for value in outside:
-        if is_int and not math.isfinite(value):
-            continue
         with pytest.raises(ValueError, match=f"^{name}: expected "):
             validate_config(one_field(name, int(value) if is_int else value))
 
@@ -58,6 +64,10 @@ def test_numbers_outside_their_interval_are_refused_by_name(name):
         (math.nan, "[0, 1)", "expected a finite number, got nan"),
         (math.inf, "(0, inf)", "expected a finite number, got inf"),
         (-math.inf, "(0, inf)", "expected a finite number, got -inf"),
+        (10**30, "[1, inf)", f"expected at most 1000000000, got 1{30 * '0'}"),
+        (1e-50, "0 or [0.001, inf)", "expected 0 or >= 0.001, got 1e-50"),
+        (0.0, "0 or [0.001, inf)", None),
+        (0.001, "0 or [0.001, inf)", None),
         (1, "[1, inf)", None),
         (1.0, "(0, 1]", None),
         (0.0, "[0, 1)", None),
@@ -182,7 +192,8 @@ def test_edge_of_a_rule_is_allowed(sections):
 
 QUIET = {"loss": {"old_logprobs": "sampler"}}
 NOTED = [
-    ({}, "loss.epsilon_low, loss.epsilon_high: clipping is inert"),
+    ({"loss": {"epsilon_high": 0.28}}, "loss.epsilon_low, loss.epsilon_high: clipping is inert"),
+    ({**QUIET, "aqn": {"num_stages": 1}}, "aqn.num_stages: the only stage"),
     ({**QUIET, "rollout": {"top_p": 0.9}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "rollout": {"top_k": 5}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "rollout": {"min_p": 0.1}}, "rollout.top_k, top_p, min_p: "),
@@ -199,5 +210,5 @@ def test_surprising_settings_are_noted(sections, note):
 
 
 def test_nothing_is_noted_without_reason():
-    assert config_warnings(config_of(**QUIET)) == ()
+    assert config_warnings(config_of()) == config_warnings(config_of(**QUIET)) == ()
     assert config_warnings(config_of(optimizer={"num_iterations": 2})) == ()

@@ -26,6 +26,8 @@ from qerl_jax.metrics import (
 RECORD = {
     "step": 3,
     "reward": 0.25,
+    "kept_groups": 2,
+    "groups": 8,
     "entropy": 1.23456,
     "length_mean": 4.5,
     "grad_norm": 0.125,
@@ -95,14 +97,16 @@ def test_records_of_later_steps_go_and_the_others_keep_their_bytes(tmp_path):
 
 def test_console_line():
     assert console_line(RECORD, total_steps=12, eta_seconds=65.4) == (
-        "step  3/12 [##........]  reward 0.250  entropy 1.235  length 4.5  grad 0.125  "
-        "sigma 1.0e-03  tok/s 1234  s/step 1.50  eta 1:05"
+        "step  3/12 [##........]  reward 0.250  kept 2/8  entropy 1.235  length 4.5  "
+        "grad 0.125  sigma 1.0e-03  tok/s 1234  s/step 1.50  eta 1:05"
     )
 
 
 def test_console_line_shows_kl_when_there_is_one_and_no_eta_before_it_is_known():
     line = console_line(RECORD | {"kl": 0.01}, total_steps=3, eta_seconds=None)
-    assert line.startswith("step 3/3 [##########]  reward 0.250  entropy 1.235  kl 0.0100  ")
+    assert line.startswith(
+        "step 3/3 [##########]  reward 0.250  kept 2/8  entropy 1.235  kl 0.0100  "
+    )
     assert line.endswith("  eta -:--")
 
 
@@ -182,3 +186,21 @@ def test_a_long_sample_is_read_line_by_line():
 
 def test_a_sample_cannot_command_the_terminal():
     assert sample_text("?", "\x1b[2J\ra", 0.0) == "  sample | ? -> \ufffd[2J\ufffda | reward 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "\\ud800"}', "is not valid Unicode"),
+        ("[" * 100_000, "not valid JSON"),
+        ("9" * 5000, "not valid JSON"),
+    ],
+    ids=["half a surrogate pair", "nested without end", "a number without end"],
+)
+def test_rows_that_nothing_can_work_with_are_refused(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"a": 1}\n' + line + "\n", encoding="utf-8")
+    rows = read_rows(str(path))
+    assert next(rows) == (f"{path}:1", {"a": 1})
+    with pytest.raises(ValueError, match=f"^{path}:2: {message}"):
+        next(rows)

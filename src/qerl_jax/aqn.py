@@ -140,11 +140,6 @@ AQN_SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
 }
 
 
-def noise_key(seed_key: Key[Array, ""], step: int | Int[Array, ""]) -> Key[Array, ""]:
-    """Return the key of the noise of one optimizer step, apart from other uses of the seed."""
-    return jax.random.fold_in(jax.random.fold_in(seed_key, _tag("aqn")), step)
-
-
 def matched_norms(params: Params, targets: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the norm scales that the targets select; abstract params will do.
 

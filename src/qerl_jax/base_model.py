@@ -1,6 +1,7 @@
 """A base model from its folder: frozen parameters, tokenizer, end tokens."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from qerl_jax.data import end_token_ids, load_tokenizer
 from qerl_jax.hf_files import find_tensors
 from qerl_jax.models import DecoderConfig, decoder_config_from_hf
-from qerl_jax.models.hf import load_params, read_config
+from qerl_jax.models.hf import find_params, load_params, read_config
 from qerl_jax.protocols import Params
 
 TINY = "tiny"
@@ -37,19 +38,31 @@ def model_path(name: str) -> Path:
 
 
 def open_model(
-    name: str, *, dtype: str, remat: bool = True, logits_chunk: int = 1024, text: bool = True
+    name: str,
+    *,
+    dtype: str,
+    remat: bool = True,
+    logits_chunk: int = 1024,
+    text: bool = True,
+    quantize: bool = False,
+    field: str = "--model",
 ) -> ModelFolder:
-    """Read everything of a model but its weights; without `text`, no tokenizer is needed.
+    """Read everything of a model but its weights, whose names and shapes are checked.
 
-    Raises ValueError or FileNotFoundError naming the folder or the file at fault.
+    Without `text`, no tokenizer is needed; with `quantize`, sizes that NVFP4 cannot store are
+    refused. `field` is what named the model, for the message that there is none.
+    Raises ValueError naming the folder or the file at fault.
     """
     path = model_path(name)
+    if not path.is_dir():
+        raise ValueError(f"{field}: {path}: no such model folder")
     config = dataclasses.replace(
         decoder_config_from_hf(read_config(path)),
         dtype=dtype,
         remat=remat,
         logits_chunk=logits_chunk,
     )
+    find_params(path, config, quantize=quantize)
     if not text:
         return ModelFolder(path=path, config=config)
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
@@ -57,14 +70,31 @@ def open_model(
         raise ValueError(f"{path}: holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     tokenizer = load_tokenizer(path)
     end_ids = end_token_ids(tokenizer, path)
+    for token in end_ids:
+        if token >= config.vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id {token} is not one of 0 to {config.vocab_size - 1}"
+            )
     pad_id = tokenizer.pad_token_id
+    usable = pad_id is not None and pad_id < config.vocab_size
     return ModelFolder(
         path=path,
         config=config,
         tokenizer=tokenizer,
         end_ids=end_ids,
-        pad_id=end_ids[0] if pad_id is None else pad_id,
+        pad_id=pad_id if usable else end_ids[0],
     )
+
+
+def check_ids(ids: Sequence[int], folder: ModelFolder, place: str) -> None:
+    """Refuse tokens beyond the embedding: looked up there, they would pass for its last row.
+
+    Raises ValueError.
+    """
+    vocab = folder.config.vocab_size
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ValueError(f"{place}: token id {token} is not one of 0 to {vocab - 1}")
 
 
 def load_weights(folder: ModelFolder, *, quantize: bool, scale_rounding: str) -> Params:

@@ -32,7 +32,7 @@ _TRAIN = (
         type=_COUNT,
         help="save and stop after N steps of this call; --resume goes on",
     ),
-    argument("-q", "--quiet", action="store_true", help="print only the results"),
+    argument("-q", "--quiet", action="store_true", help="print only the run folder"),
 )
 
 _EVAL = (
@@ -73,7 +73,7 @@ _SCORE = (
     argument(
         "--temperature",
         metavar="T",
-        type=number(float, "(0, inf)"),
+        type=number(float, "[0.001, inf)"),
         default=1.0,
         help="divides the logits before the log-softmax; default: 1",
     ),
@@ -84,13 +84,17 @@ _SAMPLING = (
     argument(
         "--temperature",
         metavar="T",
-        type=number(float, "[0, inf)"),
+        type=number(float, "0 or [0.001, inf)"),
         default=0.0,
         help="0, the default, is greedy",
     ),
     argument("--top-k", metavar="N", type=_COUNT_OR_NONE, default=0, help="default: 0, off"),
     argument(
-        "--top-p", metavar="P", type=number(float, "(0, 1]"), default=1.0, help="default: 1, off"
+        "--top-p",
+        metavar="P",
+        type=number(float, "[0.000001, 1]"),
+        default=1.0,
+        help="default: 1, off",
     ),
     argument(
         "--min-p", metavar="P", type=number(float, "[0, 1)"), default=0.0, help="default: 0, off"

@@ -45,18 +45,28 @@ def train(
     quiet: bool = False,
 ) -> None:
     """Train, or with dry_run check everything that can be checked without weights."""
-    for warning in config_warnings(config):
-        print(f"qerl: warning: {warning}", file=sys.stderr)
     if dry_run:
         run_folder.check_run(config, resume=resume, overwrite=overwrite)
-        print(describe_plan(build_experiment(config, load=False)))
+        plan = describe_plan(build_experiment(config, load=False))
+        _warn(config)
+        print(plan)
         return
     say = (lambda line: None) if quiet else lambda line: print(line, flush=True)
     result = run_training(
-        config, resume=resume, overwrite=overwrite, stop_after=stop_after, say=say
+        config,
+        resume=resume,
+        overwrite=overwrite,
+        stop_after=stop_after,
+        say=say,
+        begin=partial(_warn, config),
     )
     if quiet:
         print(result.run_dir)
+
+
+def _warn(config: ExperimentConfig) -> None:
+    for warning in config_warnings(config):
+        print(f"qerl: warning: {warning}", file=sys.stderr)
 
 
 def evaluate(
@@ -72,10 +82,15 @@ def evaluate(
         check_output(out)
     trainable = None
     if adapter:  # before the weights are read
-        shape = open_model(config.model.path, dtype=config.model.compute_dtype, text=False).config
-        trainable = import_adapter(adapter, abstract_params(shape))
+        folder = open_model(
+            config.model.path, dtype=config.model.compute_dtype, text=False, field="model.path"
+        )
+        trainable = import_adapter(adapter, abstract_params(folder.config), field="--adapter")
     experiment = build_experiment(config)
     prompts = experiment.eval_prompts if split == "eval" else experiment.train_prompts
+    dropped = experiment.eval_dropped if split == "eval" else experiment.dropped
+    if dropped:
+        print(f"{dropped} problems are longer than data.max_prompt_tokens and left out")
     report, rows = run_evaluation(experiment, trainable, prompts[:limit], print)
     print(f"{adapter or 'base model'}: {describe_report(report)}")
     if out:

@@ -26,9 +26,9 @@ BOUNDS = {
     "rollout.prompts_per_step": "[1, inf)",
     "rollout.num_generations": "[2, inf)",
     "rollout.max_completion_tokens": "[1, inf)",
-    "rollout.temperature": "(0, inf)",
+    "rollout.temperature": "[0.001, inf)",
     "rollout.top_k": "[0, inf)",
-    "rollout.top_p": "(0, 1]",
+    "rollout.top_p": "[0.000001, 1]",
     "rollout.min_p": "[0, 1)",
     "loss.advantage_eps": "(0, inf)",
     "loss.epsilon_low": "(0, 1]",
@@ -51,13 +51,14 @@ BOUNDS = {
     "eval.every": "[0, inf)",
     "eval.batch_size": "[1, inf)",
     "eval.num_samples": "[1, inf)",
-    "eval.temperature": "[0, inf)",
+    "eval.temperature": "0 or [0.001, inf)",
     "eval.top_k": "[0, inf)",
-    "eval.top_p": "(0, 1]",
+    "eval.top_p": "[0.000001, 1]",
     "eval.min_p": "[0, 1)",
     "eval.max_completion_tokens": "[1, inf)",
 }
 
+LARGEST = 1_000_000_000  # where an interval says inf: beyond lie slips of the hand, and overflow
 GEOMETRIC_SCHEDULES = ("released", "paper_eq8", "algorithm1")  # they divide by sigma_start
 READ_BY = {  # fields of `data` that only some sources read
     "subset": ("hub",),
@@ -96,7 +97,9 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
     truncated = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     notes = (
         (
-            config.optimizer.num_iterations == 1 and loss.old_logprobs == "trainer",
+            config.optimizer.num_iterations == 1
+            and loss.old_logprobs == "trainer"
+            and (loss.epsilon_low, loss.epsilon_high) != (0.2, 0.2),
             "loss.epsilon_low, loss.epsilon_high: clipping is inert, the ratio is always 1 "
             "(optimizer.num_iterations: 1 and loss.old_logprobs: trainer)",
         ),
@@ -114,6 +117,10 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "eval.num_samples: greedy samples are all equal (eval.temperature: 0)",
         ),
         (
+            config.aqn.enabled and config.aqn.schedule == "released" and config.aqn.num_stages == 1,
+            "aqn.num_stages: the only stage of the schedule released is without noise",
+        ),
+        (
             config.aqn.enabled and config.aqn.sigma_start == 0,
             "aqn.enabled: sigma_start is 0, so no noise is added",
         ),
@@ -122,17 +129,27 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
 
 
 def interval_problem(value: int | float, interval: str) -> str | None:
-    """Return what is wrong with a number outside an interval such as "(0, 1]", or None."""
+    """Return what is wrong with a number outside an interval such as "(0, 1]", or None.
+
+    "0 or [0.5, inf)" allows 0 as well; inf stands for LARGEST.
+    """
+    zero, _, interval = interval.rpartition(" or ")
+    if zero and value == 0:
+        return None
     low, high = interval[1:-1].split(", ")
+    top = LARGEST if high == "inf" else float(high)
     above = value >= float(low) if interval[0] == "[" else value > float(low)
-    below = value <= float(high) if interval[-1] == "]" else value < float(high)
+    below = value < float(high) if high != "inf" and interval[-1] == ")" else value <= top
     if above and below:
         return None
+    expected = "expected 0 or " if zero else "expected "
     if isinstance(value, float) and not math.isfinite(value):
         return f"expected a finite number, got {value}"
-    if high == "inf":
-        return f"expected {'>=' if interval[0] == '[' else '>'} {low}, got {value}"
-    return f"expected a number in {interval}, got {value}"
+    if high != "inf":
+        return f"{expected}a number in {interval}, got {value}"
+    if above:
+        return f"{expected}at most {LARGEST}, got {value}"
+    return f"{expected}{'>=' if interval[0] == '[' else '>'} {low}, got {value}"
 
 
 def _get(config: ExperimentConfig, name: str) -> Any:
@@ -204,6 +221,8 @@ def _check_reward(config: ExperimentConfig) -> None:
     for weight in weights:
         if not math.isfinite(weight):
             raise ValueError(f"reward.weights: expected finite numbers, got {weight}")
+        if abs(weight) > LARGEST:
+            raise ValueError(f"reward.weights: expected at most {LARGEST}, got {weight}")
 
 
 def _check_loss(config: ExperimentConfig) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from qerl_jax.aqn import AQN_SCHEDULES
-from qerl_jax.base_model import ModelFolder, load_weights, open_model
+from qerl_jax.base_model import ModelFolder, check_ids, load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_rules import validate_config
 from qerl_jax.contracts import (
@@ -59,6 +59,7 @@ class Experiment:
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     dropped: int  # training prompts over data.max_prompt_tokens
+    eval_dropped: int  # held-out prompts over it
     prompt_width: int  # tokens, of all padded prompts
     update_step: Callable[..., Any]
     old_logprobs: Callable[..., Any]  # under the trainer's policy
@@ -75,7 +76,7 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
     parts = build_parts(config)
     model = open_experiment_model(config)
     train_prompts, dropped = experiment_prompts(config, model, "train")
-    eval_prompts, _ = experiment_prompts(config, model, "eval")
+    eval_prompts, eval_dropped = experiment_prompts(config, model, "eval")
     width = max(len(prompt.ids) for prompt in (*train_prompts, *eval_prompts))
     check_context(config, model, width)
     return Experiment(
@@ -86,6 +87,7 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         dropped=dropped,
+        eval_dropped=eval_dropped,
         prompt_width=width,
         **_programs(config, model, parts),
     )
@@ -204,6 +206,8 @@ def open_experiment_model(config: ExperimentConfig) -> ModelFolder:
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
         logits_chunk=config.model.logits_chunk,
+        quantize=config.quant.format == "nvfp4",
+        field="model.path",
     )
     shapes = abstract_params(model.config)
     check_lora(shapes, targets=config.lora.targets, rank=config.lora.rank)
@@ -247,7 +251,7 @@ def experiment_prompts(
         part=part,
         check_answer=validate_answer if need_number else None,
     )
-    return encode_prompts(
+    prompts, dropped = encode_prompts(
         examples,
         model.tokenizer,
         prompt_template=data.prompt_template,
@@ -255,6 +259,9 @@ def experiment_prompts(
         system_prompt=data.system_prompt,
         max_prompt_tokens=data.max_prompt_tokens,
     )
+    for prompt in prompts:
+        check_ids(prompt.ids, model, f"model.path: {model.path}: prompt {prompt.text[:40]!r}")
+    return prompts, dropped
 
 
 def check_context(config: ExperimentConfig, model: ModelFolder, prompt_width: int) -> None:
@@ -337,7 +344,7 @@ def init_state(
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     trainable = _init_trainable(config, params, init_key)
     if config.lora.init_from:
-        given = import_adapter(config.lora.init_from, params)
+        given = import_adapter(config.lora.init_from, params, field="lora.init_from")
         if describe(given) != describe(trainable):
             raise ValueError(
                 f"lora.init_from: {config.lora.init_from} has {describe(given)}, "

@@ -163,6 +163,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not valid JSON (not UTF-8)") from error
+    except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value

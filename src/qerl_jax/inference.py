@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from qerl_jax.base_model import ModelFolder, load_weights, open_model
+from qerl_jax.base_model import ModelFolder, check_ids, load_weights, open_model
 from qerl_jax.data import Example, Prompt, build_prompt, decode_completion, left_pad
 from qerl_jax.lora import LoraAdapter, Trainable, overlay_norms
 from qerl_jax.metrics import read_rows, write_lines
@@ -46,7 +46,9 @@ class LoadedModel:
 
 def _load(folder: ModelFolder, adapter: str | None, *, quantize: bool) -> LoadedModel:
     # The adapter first: it is small, and a wrong one is refused before the weights are read.
-    trainable = import_adapter(adapter, abstract_params(folder.config)) if adapter else None
+    trainable = None
+    if adapter:
+        trainable = import_adapter(adapter, abstract_params(folder.config), field="--adapter")
     params = load_weights(folder, quantize=quantize, scale_rounding="float32")
     return LoadedModel(folder, params, trainable)
 
@@ -85,7 +87,7 @@ def score(
     check_output(output)
     rows = list(read_rows(input))
     if not rows:
-        raise ValueError(f"{input}: holds no rows")
+        raise ValueError(f"{'standard input' if input == '-' else input}: holds no rows")
     folder = open_model(model, dtype=dtype, text=any("ids" not in row for _, row in rows))
     if top_k > folder.config.vocab_size:
         raise ValueError(f"--top-k: {top_k} exceeds {folder.config.vocab_size}, the vocabulary")
@@ -96,7 +98,7 @@ def score(
 
 
 def _row_ids(row: Mapping[str, Any], folder: ModelFolder, place: str) -> list[int]:
-    vocab, limit = folder.config.vocab_size, folder.config.max_positions
+    limit = folder.config.max_positions
     if "ids" in row:
         ids = row["ids"]
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
@@ -107,9 +109,7 @@ def _row_ids(row: Mapping[str, Any], folder: ModelFolder, place: str) -> list[in
         raise ValueError(f'{place}: needs "text" (a string) or "ids" (a list of integers)')
     if not 1 <= len(ids) <= limit:
         raise ValueError(f"{place}: {len(ids)} tokens; 1 to {limit} are allowed")
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise ValueError(f"{place}: token id {token} is not one of 0 to {vocab - 1}")
+    check_ids(ids, folder, place)
     return ids
 
 
@@ -205,6 +205,7 @@ def _encode(text: str, folder: ModelFolder, max_tokens: int, place: str, *, chat
     )
     if not ids:
         raise ValueError(f"{place}: holds no token")
+    check_ids(ids, folder, place)
     limit = folder.config.max_positions
     if len(ids) + max_tokens > limit:
         raise ValueError(

@@ -83,6 +83,8 @@ def console_line(record: Mapping[str, Any], *, total_steps: int, eta_seconds: fl
     step = record["step"]
     count = f"{step:>{len(str(total_steps))}}/{total_steps}"
     parts = [f"step {count} {progress_bar(step, total_steps)}", f"reward {record['reward']:.3f}"]
+    # Groups whose rewards differ: the others have no gradient.
+    parts.append(f"kept {record['kept_groups']}/{record['groups']}")
     for name, label, form in (
         ("entropy", "entropy", ".3f"),
         ("kl", "kl", ".4f"),
@@ -150,7 +152,7 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     name = "standard input" if source == "-" else source
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: is not UTF-8 text (byte {error.start})") from error
     for number, line in enumerate(text.split("\n"), start=1):
@@ -158,8 +160,13 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}:{number}: not valid JSON ({error.msg})") from error
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            raise ValueError(f"{name}:{number}: is not valid Unicode") from error
+        except (RecursionError, ValueError) as error:  # a number of thousands of digits
+            raise ValueError(f"{name}:{number}: not valid JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{name}:{number}: holds {type(row).__name__}, not an object")
         yield f"{name}:{number}", row

@@ -41,7 +41,9 @@ _PLAIN = {
     "alpha_pattern": ({}, None),
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
+    "trainable_token_indices": ([], {}, None),
 }
+_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def export_adapter(
@@ -75,9 +77,15 @@ def export_adapter(
 
 
 def import_adapter(
-    folder: str | os.PathLike, params: Params, *, dtype: jax.typing.DTypeLike = jnp.float32
+    folder: str | os.PathLike,
+    params: Params,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    field: str = "adapter",
 ) -> Trainable:
     """Read a PEFT folder as what is trained over the model `params`, which may be abstract.
+
+    `field` is what named the folder, for the message that there is none.
 
     Raises:
         ValueError: if a file is missing or damaged; the adapter is not plain LoRA of one rank on
@@ -85,6 +93,8 @@ def import_adapter(
             of a shape that the model does not have.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{field}: {folder}: no such adapter folder")
     config = _read_plain_config(folder)
     rank = config["r"]
     entries = list_tensors(folder / WEIGHTS_FILE)
@@ -153,17 +163,16 @@ def _adapter_config(trainable: Trainable, base_model: str | None) -> dict[str, A
 
 def _read_plain_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json, refusing what plain LoRA would compute otherwise."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such adapter folder")
     path = folder / CONFIG_FILE
     config = read_json(path)
     for name, plain in _PLAIN.items():
         if config.get(name) not in plain:
             raise ValueError(f"{path}: {name}: {config.get(name)!r} is not supported")
-    if not isinstance(config.get("r"), int) or config["r"] < 1:
+    if type(config.get("r")) is not int or config["r"] < 1:
         raise ValueError(f"{path}: r: {config.get('r')!r} is not a positive integer")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise ValueError(f"{path}: lora_alpha: {config.get('lora_alpha')!r} is not a number")
+    alpha = config.get("lora_alpha")
+    if type(alpha) not in (int, float) or not 0 < alpha < 1e30:
+        raise ValueError(f"{path}: lora_alpha: {alpha!r} is not a positive number")
     return config
 
 
@@ -223,6 +232,8 @@ def _check_entries(
     for key, entry in entries.items():
         if key not in expected:
             raise ValueError(f"{entry.place}: this tensor has no place in the adapter")
+        if entry.dtype.name not in _DTYPES:
+            raise ValueError(f"{entry.place}: dtype {entry.dtype.name} is not one of {_DTYPES}")
         if entry.shape != expected[key]:
             raise ValueError(
                 f"{entry.place}: shape {list(entry.shape)}, but the model and r in "

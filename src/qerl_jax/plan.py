@@ -40,7 +40,8 @@ def describe_plan(experiment: Experiment) -> str:
         lines.append(f"expanded     {linear * width / _MIB:10.1f} MiB during rollouts")
     lines += [
         f"data         {len(experiment.train_prompts)} training prompts "
-        f"({experiment.dropped} too long), {len(experiment.eval_prompts)} held-out, "
+        f"({experiment.dropped} too long), {len(experiment.eval_prompts)} held-out "
+        f"({experiment.eval_dropped} too long), "
         f"up to {experiment.prompt_width} tokens",
         f"run folder   {config.run_dir}",
     ]

@@ -56,17 +56,20 @@ def run_training(
     overwrite: bool = False,
     stop_after: int | None = None,
     say: Say = print,
+    begin: Callable[[], None] = lambda: None,
 ) -> TrainResult:
     """Train as the config says, or go on from the latest checkpoint.
 
     SIGTERM or SIGINT saves a checkpoint after the step under way and returns; so does
     `stop_after` (steps of this call). A resumed run gives the same numbers as one that was
-    never stopped. Raises ValueError or OSError, before anything is written, for bad input.
+    never stopped. `begin` is called when all checks are done. Raises ValueError or OSError,
+    before anything is written, for bad input.
     """
     run_folder.check_run(config, resume=resume, overwrite=overwrite)
     experiment = build_experiment(config)
     state = init_state(config, experiment.parts.optimizer, experiment.params)
     path = Path(config.run_dir)
+    begin()
     if not resume:
         path = run_folder.create_run(config, overwrite=overwrite)
     with (
@@ -279,7 +282,8 @@ def _describe(experiment: Experiment, trainable: Trainable) -> str:
         f"base {num_bytes(experiment.params) / 2**20:.1f} MiB, "
         f"{num_elements(trainable):,} trained parameters, "
         f"{len(experiment.train_prompts)} training and {len(experiment.eval_prompts)} held-out "
-        f"prompts ({experiment.dropped} too long), {jax.devices()[0].device_kind}"
+        f"prompts ({experiment.dropped} and {experiment.eval_dropped} too long are left out), "
+        f"{jax.devices()[0].device_kind}"
     )
 
 

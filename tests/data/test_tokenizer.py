@@ -50,7 +50,7 @@ def test_no_end_token_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_broken_config_is_named(tmp_path, text):
-    with pytest.raises(ValueError, match=r"generation_config\.json: "):
+    with pytest.raises(ValueError, match=r"generation_config\.json:"):
         end_token_ids(WITH_END, _folder(tmp_path, generation_config=text))
 
 
@@ -84,7 +84,7 @@ def test_completions_lose_their_special_tokens_only(folder):
 
 
 def test_missing_tokenizers_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"^model\.path: no folder .*none$"):
+    with pytest.raises(FileNotFoundError, match=r"none: no such model folder$"):
         load_tokenizer(tmp_path / "none")
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="no tokenizer can be read") as raised:

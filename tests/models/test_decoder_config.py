@@ -16,6 +16,15 @@ BASE = {
 }
 
 
+ONE_FACTOR = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def test_rope_is_read_from_old_and_new_keys():
     old = decoder_config_from_hf(BASE | {"rope_theta": 5e5})
     new = decoder_config_from_hf(
@@ -56,6 +65,13 @@ def test_architecture_decides_bias_and_norms():
         ({"head_dim": 16.0}, "head_dim: expected a positive int, got 16.0"),
         ({"rms_norm_eps": True}, "rms_norm_eps: expected a positive float, got True"),
         ({"rope_theta": "1e4"}, "rope_theta: expected a positive float, got '1e4'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a positive float, got nan"),
+        ({"architectures": 5}, "architectures: expected a list of names, got 5"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: expected a list of names, got"),
+        ({"rope_parameters": "x"}, "rope_parameters: expected an object, got 'x'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not 1"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types .* has more than full_attention"),
+        ({"rope_scaling": ONE_FACTOR}, "low_freq_factor 1.0 is not below high_freq_factor, 1.0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ({"mlp_bias": True}, "mlp_bias true is not supported"),

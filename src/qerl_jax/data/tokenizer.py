@@ -1,6 +1,5 @@
 """What is needed of a Hugging Face tokenizer."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from qerl_jax.data.messages import first_line
+from qerl_jax.hf_files import read_json
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -20,7 +20,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         ValueError: no tokenizer in it that transformers can read.
     """
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"model.path: no folder {folder}")
+        raise FileNotFoundError(f"{folder}: no such model folder")
     # Without torch, transformers would say on standard error that it has no models.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
@@ -60,13 +60,7 @@ def _configs(folder: Path) -> list[Mapping[str, Any]]:
     configs = []
     for path in (folder / "generation_config.json", folder / "config.json"):
         if path.is_file():
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{path}: not valid JSON ({error})") from None
-            if not isinstance(config, Mapping):
-                raise ValueError(f"{path}: expected an object, got {type(config).__name__}")
-            configs.append(config)
+            configs.append(read_json(path))
     return configs
 
 

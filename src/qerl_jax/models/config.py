@@ -1,5 +1,6 @@
 """The shape of a decoder, read from a Hugging Face config.json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,7 +85,7 @@ def _need(
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config.json: {key} is missing")
-    if type(value) not in kinds or value <= 0:
+    if type(value) not in kinds or not 0 < value < math.inf:
         raise ValueError(
             f"config.json: {key}: expected a positive {kinds[0].__name__}, got {value!r}"
         )
@@ -92,9 +93,12 @@ def _need(
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str:
-    named = hf_config.get("architectures") or [_MODEL_TYPES.get(hf_config.get("model_type", ""))]
+    kind = hf_config.get("model_type")
+    named = hf_config.get("architectures") or [_MODEL_TYPES.get(kind if type(kind) is str else "")]
+    if not isinstance(named, list) or not all(isinstance(n, str | None) for n in named):
+        raise ValueError(f"config.json: architectures: expected a list of names, got {named!r}")
     if named[0] not in ARCHITECTURES:
-        found = named[0] or hf_config.get("model_type")
+        found = named[0] or kind
         raise ValueError(
             f"config.json: architecture {found!r} is not one of {', '.join(ARCHITECTURES)}"
         )
@@ -109,6 +113,9 @@ def _refuse_variants(hf_config: Mapping[str, Any], architecture: str) -> None:
         raise ValueError("config.json: use_sliding_window true is not supported")
     if hf_config.get("mlp_bias"):
         raise ValueError("config.json: mlp_bias true is not supported")
+    layers = hf_config.get("layer_types") or []
+    if not isinstance(layers, list) or set(map(str, layers)) - {"full_attention"}:
+        raise ValueError(f"config.json: layer_types {layers!r} has more than full_attention")
     if hf_config.get("attention_bias") and architecture != "Qwen2ForCausalLM":
         raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
 
@@ -116,15 +123,28 @@ def _refuse_variants(hf_config: Mapping[str, Any], architecture: str) -> None:
 def _rope(hf_config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     """Read theta and scaling from the old keys or from transformers 5's rope_parameters."""
     parameters = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    theta = _need({**hf_config, **parameters}, "rope_theta", _NUMBER, default=10000.0)
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_parameters: expected an object, got {parameters!r}")
+    merged = {**hf_config, **parameters}
+    if merged.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(
+            f"config.json: partial_rotary_factor {merged['partial_rotary_factor']!r} is not 1"
+        )
+    theta = _need(merged, "rope_theta", _NUMBER, default=10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return float(theta), None
     if kind != "llama3":
         raise ValueError(f"config.json: rope scaling {kind!r} is not one of default, llama3")
-    return float(theta), Llama3RopeScaling(
+    scaling = Llama3RopeScaling(
         factor=float(_need(parameters, "factor", _NUMBER)),
         low_freq_factor=float(_need(parameters, "low_freq_factor", _NUMBER)),
         high_freq_factor=float(_need(parameters, "high_freq_factor", _NUMBER)),
-        original_max_position_embeddings=int(_need(parameters, "original_max_position_embeddings")),
+        original_max_position_embeddings=_need(parameters, "original_max_position_embeddings"),
     )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ValueError(
+            f"config.json: low_freq_factor {scaling.low_freq_factor} is not below "
+            f"high_freq_factor, {scaling.high_freq_factor}"
+        )
+    return float(theta), scaling

@@ -1,7 +1,7 @@
 """One decoder for Qwen2/2.5, Qwen3, Llama 3.x and SmolLM2: forward passes over whole sequences.
 
 Training and scoring scan the stacked layers, so compile time and memory do not grow with depth;
-token-by-token decoding (sampling.py) runs the same `block` over a list of layers.
+token-by-token decoding (sampling/generate.py) runs the same `block` over a list of layers.
 """
 
 from collections.abc import Callable, Mapping

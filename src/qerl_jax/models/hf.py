@@ -31,7 +31,7 @@ from qerl_jax.quant.nvfp4 import quantize as quantize_weight
 from qerl_jax.quant.policy import FUSED_GROUPS
 from qerl_jax.tree import unflatten_weights
 
-__all__ = ["load_params", "read_config", "save_dense", "save_nvfp4"]
+__all__ = ["find_params", "load_params", "read_config", "save_dense", "save_nvfp4"]
 
 # Tensors of one parameter, by part, in layer order.
 _Sources = dict[Part, list[TensorEntry]]
@@ -60,6 +60,22 @@ def load_params(
             shape or not finite; an input size not a multiple of 16; or the checkpoint is
             quantized in another format. The message names the file and the tensor.
     """
+    sources = find_params(folder, config, quantize=quantize)
+    scales = {}
+    if quantize and not _is_nvfp4(Path(folder)):
+        scales = _shared_scales(sources, round_to)
+    load = partial(_load, quantize_to=round_to if quantize else None, dtype=dtype, scales=scales)
+    return unflatten_weights({path: load(path, source) for path, source in sources.items()})
+
+
+def find_params(
+    folder: str | os.PathLike, config: DecoderConfig, *, quantize: bool
+) -> dict[str, _Sources]:
+    """Find the tensors of each parameter and check all that file headers tell of them.
+
+    Raises:
+        ValueError: as `load_params`, but for the values.
+    """
     folder = Path(folder)
     nvfp4 = _is_nvfp4(folder)
     table = key_table(config, nvfp4=nvfp4)
@@ -68,14 +84,11 @@ def load_params(
     if config.tied and LM_HEAD in entries:
         _check_tied(entries)
     sources = _group(entries, table)
-    scales = {}
     if quantize and not nvfp4:
         for path in filter(is_linear_weight, sources):
             first = sources[path]["array"][0]
             check_input_size(first.place, first.shape[-1])
-        scales = _shared_scales(sources, round_to)
-    load = partial(_load, quantize_to=round_to if quantize else None, dtype=dtype, scales=scales)
-    return unflatten_weights({path: load(path, source) for path, source in sources.items()})
+    return sources
 
 
 def _is_nvfp4(folder: Path) -> bool:
@@ -83,6 +96,8 @@ def _is_nvfp4(folder: Path) -> bool:
     settings = read_config(folder).get("quantization_config")
     if settings is None:
         return False
+    if not isinstance(settings, dict):
+        raise ValueError(f"{folder / CONFIG_FILE}: quantization_config is no object")
     method = settings.get("quant_method")
     kind = settings.get("format") if method == "compressed-tensors" else None
     if kind == NVFP4_FORMAT:
