@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from qerl_jax.protocols import Params, Schedule
 from qerl_jax.tree import flatten_weights, unflatten_weights
