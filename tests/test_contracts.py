@@ -6,7 +6,7 @@ import pytest
 from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config_io import load_config
 from qerl_jax.contracts import check_advantage, check_reward, check_schedule, check_token_loss
-from qerl_jax.experiment import build_parts
+from qerl_jax.parts import build_parts
 from qerl_jax.rewards import REWARDS
 from qerl_jax.rl import ADVANTAGES
 

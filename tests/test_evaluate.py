@@ -9,8 +9,8 @@ from scipy import stats
 from qerl_jax import evaluate as harness
 from qerl_jax.data import Prompt
 from qerl_jax.evaluate import accuracy_interval, evaluate
+from qerl_jax.held_out import report_record
 from qerl_jax.rollout import Rollout
-from qerl_jax.train import report_record
 
 PROMPTS = tuple(Prompt(text=f"q{i}", ids=(i,), answer=str(i)) for i in range(5))
 

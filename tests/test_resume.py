@@ -14,9 +14,11 @@ import pytest
 from qerl_jax.checkpoint import open_checkpoints, restore
 from qerl_jax.cli import main
 from qerl_jax.config_io import config_hash, load_config
-from qerl_jax.experiment import build_optimizer, init_state, open_experiment_model
+from qerl_jax.experiment import open_experiment_model
 from qerl_jax.metrics import read_jsonl
 from qerl_jax.models import abstract_params
+from qerl_jax.parts import build_optimizer
+from qerl_jax.state import init_state
 from qerl_jax.train import run_training
 from qerl_jax.tree import flatten_arrays
 

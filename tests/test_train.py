@@ -15,11 +15,12 @@ from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config import LossConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.data import DataState
-from qerl_jax.experiment import build_experiment, init_state
+from qerl_jax.experiment import build_experiment
 from qerl_jax.lora import Trainable
 from qerl_jax.metrics import read_jsonl
 from qerl_jax.policy import policy_params, step_keys
 from qerl_jax.sampling import generate
+from qerl_jax.state import init_state
 from qerl_jax.step import _check_finite, make_batch, sample, train_step
 from qerl_jax.train import run_training, stop_signals
 from qerl_jax.tree import flatten_arrays

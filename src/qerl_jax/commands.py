@@ -12,16 +12,19 @@ from qerl_jax.base_model import load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.config_rules import config_warnings
-from qerl_jax.experiment import build_experiment, build_optimizer, init_state, open_experiment_model
+from qerl_jax.experiment import build_experiment, open_experiment_model
+from qerl_jax.held_out import describe_report, report_record, run_evaluation
 from qerl_jax.inference import check_output, generate, score
 from qerl_jax.metrics import write_lines
 from qerl_jax.models import abstract_params
 from qerl_jax.models.convert import convert_gguf
 from qerl_jax.models.hf import read_config, save_nvfp4
+from qerl_jax.parts import build_optimizer
 from qerl_jax.peft import export_adapter as write_adapter
 from qerl_jax.peft import import_adapter
 from qerl_jax.plan import describe_plan
-from qerl_jax.train import describe_report, report_record, run_evaluation, run_training
+from qerl_jax.state import init_state
+from qerl_jax.train import run_training
 from qerl_jax.tree import num_bytes
 
 __all__ = [

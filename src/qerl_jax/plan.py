@@ -5,10 +5,11 @@ from functools import partial
 import jax
 import numpy as np
 
-from qerl_jax.experiment import Experiment, init_state
+from qerl_jax.experiment import Experiment
 from qerl_jax.lora import lora_targets
 from qerl_jax.models import abstract_params
 from qerl_jax.quant import LINEAR_WEIGHTS, quantize_params
+from qerl_jax.state import init_state
 from qerl_jax.tree import num_bytes, num_elements
 
 _MIB = 2**20

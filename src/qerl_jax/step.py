@@ -13,13 +13,12 @@ import numpy as np
 
 from qerl_jax.aqn import max_relative_noise
 from qerl_jax.data import DataState, next_batch
-from qerl_jax.experiment import Experiment, noise_targets
+from qerl_jax.experiment import Experiment, noise_targets, sample_prompts
 from qerl_jax.learner import TrainBatch, TrainState
 from qerl_jax.lora import overlay_norms
 from qerl_jax.policy import policy_params, step_keys
 from qerl_jax.rl import informative_groups, token_weights
-from qerl_jax.rollout import Rollout, roll_out
-from qerl_jax.sampling import SamplingConfig, generate
+from qerl_jax.rollout import Rollout
 
 
 @contextmanager
@@ -111,7 +110,7 @@ def _check_finite(metrics: Mapping[str, Any], step: int) -> None:
 
 def sample(experiment: Experiment, state, indices, noise_key, sampling_key, sigma) -> Rollout:
     """Sample and score completions of the prompts at `indices` from the noisy policy."""
-    config, model = experiment.config, experiment.model
+    config = experiment.config
     policy = policy_params(
         experiment.params,
         state.trainable,
@@ -119,37 +118,15 @@ def sample(experiment: Experiment, state, indices, noise_key, sampling_key, sigm
         sigma,
         noise_targets=noise_targets(config, rollout=True),
     )
-    settings = SamplingConfig(
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        end_ids=model.end_ids,
-        pad_id=model.pad_id,
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        min_p=config.rollout.min_p,
-    )
-
-    def generate_fn(prompt_ids, prompt_mask, sample_ids):
-        return generate(
-            policy,
-            state.trainable.adapter,
-            prompt_ids,
-            prompt_mask,
-            sampling_key,
-            sample_ids,
-            config=model.config,
-            sampling=settings,
-            weights=config.rollout.weights,
-        )
-
-    return roll_out(
+    return sample_prompts(
+        experiment,
+        policy,
+        state.trainable.adapter,
         [experiment.train_prompts[i] for i in indices],
-        generate_fn,
-        experiment.parts.score_fn,
-        model.tokenizer,
+        sampling_key,
+        settings=config.rollout,
+        max_completion_tokens=config.rollout.max_completion_tokens,
         num_generations=config.rollout.num_generations,
-        prompt_width=experiment.prompt_width,
-        pad_id=model.pad_id,
     )
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +15,11 @@ import jax
 from qerl_jax import checkpoint, run_folder
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import config_hash, dump_config, parse_config
-from qerl_jax.data import DataState, Prompt
-from qerl_jax.evaluate import EvalReport, EvalRow, evaluate
-from qerl_jax.experiment import Experiment, build_experiment, init_state
+from qerl_jax.data import DataState
+from qerl_jax.experiment import Experiment, build_experiment
+from qerl_jax.held_out import describe_report, report_record, run_evaluation
 from qerl_jax.learner import TrainState
-from qerl_jax.lora import Trainable, overlay_norms
+from qerl_jax.lora import Trainable
 from qerl_jax.metrics import (
     append_jsonl,
     console_line,
@@ -29,8 +29,8 @@ from qerl_jax.metrics import (
     sample_text,
 )
 from qerl_jax.peft import export_adapter
-from qerl_jax.rollout import Rollout, roll_out
-from qerl_jax.sampling import SamplingConfig, generate
+from qerl_jax.rollout import Rollout
+from qerl_jax.state import init_state
 from qerl_jax.step import train_step
 from qerl_jax.tree import num_bytes, num_elements
 
@@ -173,62 +173,6 @@ def stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, before[number])
 
 
-def run_evaluation(
-    experiment: Experiment, trainable: Trainable | None, prompts: Sequence[Prompt], say: Say
-) -> tuple[EvalReport, list[EvalRow]]:
-    """Evaluate an adapter (None: the base model) on prompts, without noise, by the eval section."""
-    config, model, settings = experiment.config, experiment.model, experiment.config.eval
-    params, adapter = experiment.params, None
-    if trainable is not None:
-        params, adapter = overlay_norms(params, trainable), trainable.adapter
-    sampling = SamplingConfig(
-        max_completion_tokens=settings.max_completion_tokens
-        or config.rollout.max_completion_tokens,
-        end_ids=model.end_ids,
-        pad_id=model.pad_id,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-    )
-    key = jax.random.key(config.seed)
-
-    def generate_fn(prompt_ids, prompt_mask, sample_ids):
-        return generate(
-            params,
-            adapter,
-            prompt_ids,
-            prompt_mask,
-            key,
-            sample_ids,
-            config=model.config,
-            sampling=sampling,
-            weights=config.rollout.weights,
-        )
-
-    def roll_out_fn(batch, sample_ids):
-        return roll_out(
-            batch,
-            generate_fn,
-            experiment.parts.score_fn,
-            model.tokenizer,
-            num_generations=1,
-            prompt_width=experiment.prompt_width,
-            pad_id=model.pad_id,
-            sample_ids=sample_ids,
-        )
-
-    total = len(prompts) * settings.num_samples
-    return evaluate(
-        prompts,
-        roll_out_fn,
-        correct_name=experiment.parts.correct_name,
-        num_samples=settings.num_samples,
-        batch_size=min(settings.batch_size, total),
-        on_batch=lambda done, total: say(f"evaluated {done}/{total}") if total > 512 else None,
-    )
-
-
 def _evaluate_once(experiment: Experiment, state: TrainState, path: Path, say: Say) -> None:
     """Evaluate and record the accuracy of a step, unless it is on record."""
     records, step = path / run_folder.EVALUATIONS, int(state.step)
@@ -237,24 +181,6 @@ def _evaluate_once(experiment: Experiment, state: TrainState, path: Path, say: S
     report, _ = run_evaluation(experiment, state.trainable, experiment.eval_prompts, say)
     append_jsonl(records, {"step": step, **report_record(report)})
     say(f"step {step}: held-out {describe_report(report)}")
-
-
-def report_record(report: EvalReport) -> dict[str, float]:
-    """A report as a JSON record, wall-clock fields marked as such."""
-    record = asdict(report)
-    for name in ("tokens_per_second", "seconds"):
-        record[f"time/{name}"] = record.pop(name)
-    return record
-
-
-def describe_report(report: EvalReport) -> str:
-    """One line on an evaluation."""
-    return (
-        f"accuracy {report.accuracy:.3f} (95% {report.low:.3f} to {report.high:.3f}, "
-        f"{report.num_problems} problems x {report.num_samples}), "
-        f"length {report.length_mean:.1f}, truncated {report.truncated:.3f}, "
-        f"{report.tokens_per_second:.0f} tok/s, {report.seconds:.1f} s"
-    )
 
 
 def _log_sample(experiment: Experiment, path: Path, step: int, rollout: Rollout) -> str:

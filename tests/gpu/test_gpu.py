@@ -31,9 +31,10 @@ from qerl_jax.config import (
 )
 from qerl_jax.config_io import dump_config
 from qerl_jax.data import DataState, left_pad
-from qerl_jax.experiment import build_experiment, init_state
+from qerl_jax.experiment import build_experiment
 from qerl_jax.models import TokenBatch, completion_logprobs
 from qerl_jax.sampling import SamplingConfig, generate
+from qerl_jax.state import init_state
 from qerl_jax.step import train_step
 from qerl_jax.testing import random_tokens, tiny_adapter, toy_prompts
 

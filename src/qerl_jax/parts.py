@@ -1,0 +1,144 @@
+"""The functions that a config chooses by name, looked up, bound and checked."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import optax
+
+from qerl_jax.aqn import AQN_SCHEDULES
+from qerl_jax.config import ExperimentConfig
+from qerl_jax.contracts import (
+    check_advantage,
+    check_reward,
+    check_schedule,
+    check_token_loss,
+    make_schedule,
+)
+from qerl_jax.optim import learning_rate_at, make_optimizer
+from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, TokenLossFn
+from qerl_jax.resolve import bind_keywords, keyword_names, load_function
+from qerl_jax.rewards import REWARDS, combine_rewards
+from qerl_jax.rl import ADVANTAGES, POLICY_LOSSES
+from qerl_jax.rollout import ScoreFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The functions that a config chooses by name."""
+
+    schedule: Schedule  # step -> sigma
+    score_fn: ScoreFn
+    correct_name: str  # the reward whose 1.0 counts as a right answer
+    advantage_fn: AdvantageFn
+    token_loss: TokenLossFn
+    aggregation: str
+    learning_rate: Callable[[int], Any]  # of an optimizer step
+    optimizer: optax.GradientTransformation
+
+
+def build_parts(config: ExperimentConfig) -> Parts:
+    """Look up and bind the functions that the config names."""
+    aqn, reward = config.aqn, config.reward
+    advantage, for_advantage = _advantage(config)
+    token_loss, aggregation = _policy_loss(config, set(for_advantage))
+    schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
+    rewards = {name: _reward(name, field="reward.functions") for name in reward.functions}
+    correct = config.eval.correct or reward.functions[0]
+    weights = reward.weights
+    if correct not in rewards:
+        # Judged and logged beside the rewards, without a part in them.
+        rewards[correct] = _reward(correct, field="eval.correct")
+        weights = (*weights, 0.0)
+    parts = Parts(
+        schedule=make_schedule(
+            schedule,
+            place=f"aqn.schedule: {aqn.schedule}",
+            sigma_start=aqn.sigma_start,
+            sigma_end=aqn.sigma_end,
+            num_stages=aqn.num_stages,
+            total_steps=config.train.total_steps,
+        ),
+        score_fn=combine_rewards(rewards, weights),
+        correct_name=correct,
+        advantage_fn=advantage,
+        token_loss=token_loss,
+        aggregation=aggregation,
+        learning_rate=partial(learning_rate_at, **_rate(config)),
+        optimizer=build_optimizer(config),
+    )
+    _check_parts(config, parts)
+    return parts
+
+
+def _reward(name: str, *, field: str) -> RewardFn:
+    reward = load_function(name, field=field, table=REWARDS)
+    check_reward(reward, place=f"{field}: {name}")
+    return reward
+
+
+def _check_parts(config: ExperimentConfig, parts: Parts) -> None:
+    """Refuse functions of the user's that would fail later, or broadcast."""
+    loss, aqn = config.loss, config.aqn
+    check_token_loss(
+        parts.token_loss,
+        place=f"loss.name: {loss.name}",
+        reference=loss.beta > 0 or loss.log_kl,
+    )
+    check_advantage(parts.advantage_fn, place=f"loss.advantage: {loss.advantage}")
+    check_schedule(
+        parts.schedule,
+        total_steps=config.train.total_steps,
+        place=f"aqn.schedule: {aqn.schedule}",
+    )
+
+
+def build_optimizer(config: ExperimentConfig) -> optax.GradientTransformation:
+    """Build the optimizer over all optimizer steps of the run."""
+    opt = config.optimizer
+    return make_optimizer(
+        **_rate(config),
+        b1=opt.b1,
+        b2=opt.b2,
+        eps=opt.eps,
+        weight_decay=opt.weight_decay,
+        max_grad_norm=opt.max_grad_norm,
+    )
+
+
+def _rate(config: ExperimentConfig) -> dict[str, Any]:
+    opt = config.optimizer
+    return {
+        "learning_rate": opt.learning_rate,
+        "schedule": opt.schedule,
+        "warmup_steps": opt.warmup_steps,
+        "total_steps": config.train.total_steps * opt.num_iterations,
+    }
+
+
+def _advantage(config: ExperimentConfig) -> tuple[AdvantageFn, dict[str, float]]:
+    """Bind the advantage; returns it and what it takes of loss.extra."""
+    loss = config.loss
+    chosen = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
+    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen)}
+    available = {"eps": loss.advantage_eps}
+    return bind_keywords(chosen, available, extra=extra, field="loss.advantage"), extra
+
+
+def _policy_loss(config: ExperimentConfig, taken: set[str]) -> tuple[TokenLossFn, str]:
+    """Bind the loss to the hyperparameters it takes; a user's loss defaults to token_mean.
+
+    `taken`: names in loss.extra that the advantage takes.
+    """
+    loss = config.loss
+    table = {name: entry.token_loss for name, entry in POLICY_LOSSES.items()}
+    chosen = load_function(loss.name, field="loss.name", table=table)
+    if loss.beta != 0 and "beta" not in keyword_names(chosen):
+        raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
+    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen) or k not in taken}
+    bound = bind_keywords(chosen, asdict(loss), extra=extra, field="loss.name")
+    if loss.aggregation != "auto":
+        return bound, loss.aggregation
+    known = POLICY_LOSSES.get(loss.name)
+    return bound, known.aggregation if known else "token_mean"
