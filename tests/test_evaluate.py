@@ -8,8 +8,8 @@ from scipy import stats
 
 from qerl_jax import evaluate as harness
 from qerl_jax.data import Prompt
-from qerl_jax.evaluate import accuracy_interval, evaluate
-from qerl_jax.held_out import report_record
+from qerl_jax.evaluate import accuracy_interval, evaluate, independent_problems
+from qerl_jax.held_out import describe_report, report_record
 from qerl_jax.rollout import Rollout
 
 PROMPTS = tuple(Prompt(text=f"q{i}", ids=(i,), answer=str(i)) for i in range(5))
@@ -48,6 +48,23 @@ def test_problems_without_spread_do_not_give_certainty():
     assert accuracy_interval(np.array([0.5]), num_samples=2)[1] < 1.0
 
 
+def test_repeats_of_a_question_do_not_narrow_the_interval(roll_out_fn):
+    """Each problem four times over: the mean stays, and the interval is that of the problems."""
+    report, _ = run(roll_out_fn[0], prompts=PROMPTS * 4, correct_name="shape")
+    assert (report.num_problems, report.num_distinct) == (20, 5)
+    assert (report.low, report.high) == pytest.approx(interval(5, 5))
+    assert "20 problems (5 distinct) x 2" in describe_report(report)
+    once, _ = run(roll_out_fn[0], correct_name="shape")
+    assert (once.num_problems, once.num_distinct) == (5, 5)
+    assert "5 problems x 2" in describe_report(once)
+
+
+def test_uneven_repeats_count_as_the_problems_they_weigh_like():
+    assert independent_problems([1] * 7) == 7
+    assert independent_problems([3, 3]) == 2
+    assert independent_problems([3, 1]) == 1.6  # 4^2 / (9 + 1)
+
+
 @pytest.fixture
 def roll_out_fn():
     """Return a function that makes rollouts by rule, with the list of its calls.
@@ -77,9 +94,9 @@ def roll_out_fn():
     return roll_out_fn, calls
 
 
-def run(roll_out_fn, **options):
+def run(roll_out_fn, prompts=PROMPTS, **options):
     settings = {"correct_name": "right", "num_samples": 2, "batch_size": 4} | options
-    return evaluate(PROMPTS, roll_out_fn, **settings)
+    return evaluate(prompts, roll_out_fn, **settings)
 
 
 def test_every_batch_has_the_same_size_and_the_filler_does_not_count(roll_out_fn):

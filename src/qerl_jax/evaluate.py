@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ class EvalReport:
     low: float  # 95% interval of the accuracy
     high: float
     num_problems: int
+    num_distinct: int  # of them; a small task repeats its questions
     num_samples: int  # completions per problem
     reward: float  # mean
     length_mean: float  # completion tokens
@@ -90,13 +92,17 @@ def _rows(batch, prompts, rollout: Rollout, correct_name: str) -> list[EvalRow]:
 
 def _report(rows, times, num_samples: int, seconds: float) -> EvalReport:
     shares = np.array([row.correct for row in rows], float).reshape(-1, num_samples).mean(axis=1)
-    low, high = accuracy_interval(shares, num_samples=num_samples)
+    repeats = Counter(row.prompt for row in rows[::num_samples])
+    low, high = accuracy_interval(
+        shares, num_samples=num_samples, num_independent=independent_problems(repeats.values())
+    )
     timed = times[1:] or times
     return EvalReport(
         accuracy=float(shares.mean()),
         low=low,
         high=high,
         num_problems=len(shares),
+        num_distinct=len(repeats),
         num_samples=num_samples,
         reward=float(np.mean([row.reward for row in rows])),
         length_mean=float(np.mean([row.tokens for row in rows])),
@@ -106,14 +112,29 @@ def _report(rows, times, num_samples: int, seconds: float) -> EvalReport:
     )
 
 
-def accuracy_interval(shares: np.ndarray, *, num_samples: int) -> tuple[float, float]:
+def independent_problems(repeats: Iterable[int]) -> float:
+    """Return how many distinct problems would tell as much: (sum r)^2 / sum r^2.
+
+    `repeats` says how often each distinct problem occurs. A greedy completion of the same
+    question is the same one, so that its repeats add weight and no knowledge (Kish's effective
+    sample size).
+    """
+    counts = np.array(list(repeats), float)
+    return float(counts.sum() ** 2 / np.sum(counts**2))
+
+
+def accuracy_interval(
+    shares: np.ndarray, *, num_samples: int, num_independent: float | None = None
+) -> tuple[float, float]:
     """95% interval of a mean over problems.
 
     One sample a problem: Wilson's score interval, (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) /
     (1 + z^2/n) with z = 1.96. Several: normal, p -+ z s / sqrt(n), s over problems; Wilson's
-    again where all problems have the same share, as their spread then says nothing.
+    again where all problems have the same share, as their spread then says nothing. n is
+    `num_independent`, by default the number of problems.
     """
-    n, p, z = len(shares), float(np.mean(shares)), 1.959964
+    p, z = float(np.mean(shares)), 1.959964
+    n = len(shares) if num_independent is None else num_independent
     if num_samples > 1 and np.ptp(shares) > 0:
         half = z * float(np.std(shares, ddof=1)) / math.sqrt(n)
         return max(p - half, 0.0), min(p + half, 1.0)

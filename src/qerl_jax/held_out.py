@@ -58,9 +58,11 @@ def report_record(report: EvalReport) -> dict[str, float]:
 
 def describe_report(report: EvalReport) -> str:
     """One line on an evaluation."""
+    distinct = report.num_distinct
+    repeated = f" ({distinct} distinct)" if distinct < report.num_problems else ""
     return (
         f"accuracy {report.accuracy:.3f} (95% {report.low:.3f} to {report.high:.3f}, "
-        f"{report.num_problems} problems x {report.num_samples}), "
+        f"{report.num_problems} problems{repeated} x {report.num_samples}), "
         f"length {report.length_mean:.1f}, truncated {report.truncated:.3f}, "
         f"{report.tokens_per_second:.0f} tok/s, {report.seconds:.1f} s"
     )
