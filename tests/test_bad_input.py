@@ -236,7 +236,9 @@ def test_a_data_set(refused, tmp_path, text, field):
 
 def test_a_data_file_that_is_not_there(refused, tmp_path):
     paths = f"--data.train_path={tmp_path}/a.jsonl", f"--data.eval_path={tmp_path}/a.jsonl"
-    assert refused("--data.source=jsonl", *paths) == f"{tmp_path}/a.jsonl: no such file"
+    assert refused("--data.source=jsonl", *paths) == (
+        f"data.train_path: {tmp_path}/a.jsonl: no such file"
+    )
 
 
 def test_a_gold_answer_that_no_completion_can_match(refused, tmp_path):

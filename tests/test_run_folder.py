@@ -53,6 +53,14 @@ def test_a_new_run_folder_holds_its_config_and_environment(tmp_path):
     assert {"jax", "python", "device"} <= set(environment())
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert create_run(config_at("~/runs/a"), overwrite=False) == tmp_path / "runs/a"
+    assert refusal(config_at("~/runs/a")) == (
+        f"run_dir: {tmp_path}/runs/a exists; --resume continues it, --overwrite replaces it"
+    )
+
+
 def test_checking_touches_nothing(tmp_path):
     check_run(config_at(tmp_path / "a/run"), resume=False, overwrite=True)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from qerl_jax.data import end_token_ids, load_tokenizer
+from qerl_jax.data import configured_end_ids, end_token_ids, load_tokenizer
 from qerl_jax.hf_files import find_tensors
 from qerl_jax.models import DecoderConfig, decoder_config_from_hf
 from qerl_jax.models.hf import find_params, load_params, read_config
@@ -68,13 +68,11 @@ def open_model(
     if not any((path / file).is_file() for file in TOKENIZER_FILES):
         # transformers would make an empty tokenizer out of config.json.
         raise ValueError(f"{path}: holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    # Before transformers reads the same file, and warns of what is refused here.
+    _check_end_ids(configured_end_ids(path), path, config)
     tokenizer = load_tokenizer(path)
     end_ids = end_token_ids(tokenizer, path)
-    for token in end_ids:
-        if token >= config.vocab_size:
-            raise ValueError(
-                f"{path}: eos_token_id {token} is not one of 0 to {config.vocab_size - 1}"
-            )
+    _check_end_ids(end_ids, path, config)
     pad_id = tokenizer.pad_token_id
     usable = pad_id is not None and pad_id < config.vocab_size
     return ModelFolder(
@@ -84,6 +82,14 @@ def open_model(
         end_ids=end_ids,
         pad_id=pad_id if usable else end_ids[0],
     )
+
+
+def _check_end_ids(ids: Sequence[int], path: Path, config: DecoderConfig) -> None:
+    for token in ids:
+        if token >= config.vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id {token} is not one of 0 to {config.vocab_size - 1}"
+            )
 
 
 def check_ids(ids: Sequence[int], folder: ModelFolder, place: str) -> None:

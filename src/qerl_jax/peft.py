@@ -92,7 +92,7 @@ def import_adapter(
             projections (and the two block norms); or a tensor is unknown, missing, not finite or
             of a shape that the model does not have.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise ValueError(f"{field}: {folder}: no such adapter folder")
     config = _read_plain_config(folder)

@@ -9,6 +9,7 @@ from qerl_jax.experiment import Experiment
 from qerl_jax.lora import lora_targets
 from qerl_jax.models import abstract_params
 from qerl_jax.quant import LINEAR_WEIGHTS, quantize_params
+from qerl_jax.run_folder import run_path
 from qerl_jax.state import init_state
 from qerl_jax.tree import num_bytes, num_elements
 
@@ -44,6 +45,6 @@ def describe_plan(experiment: Experiment) -> str:
         f"({experiment.dropped} too long), {len(experiment.eval_prompts)} held-out "
         f"({experiment.eval_dropped} too long), "
         f"up to {experiment.prompt_width} tokens",
-        f"run folder   {config.run_dir}",
+        f"run folder   {run_path(config)}",
     ]
     return "\n".join(lines)

@@ -27,12 +27,17 @@ LOCK = ".lock"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
+def run_path(config: ExperimentConfig) -> Path:
+    """Return the folder of a run; ~ is the home folder, as in a shell."""
+    return Path(config.run_dir).expanduser()
+
+
 def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> None:
     """Refuse a run folder that would be mixed up or lost; touches nothing.
 
     Raises ValueError, FileExistsError or FileNotFoundError.
     """
-    path = Path(config.run_dir)
+    path = run_path(config)
     _check_writable(path)
     holds_run = (path / CONFIG).is_file()
     occupied = path.is_dir() and any(path.iterdir())
@@ -88,7 +93,7 @@ def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
     A run that is replaced is moved aside, and put back on failure; `replacing` drops it.
     Raises OSError naming run_dir when the folder cannot be written.
     """
-    path = Path(config.run_dir)
+    path = run_path(config)
     texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

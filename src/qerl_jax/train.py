@@ -68,7 +68,7 @@ def run_training(
     run_folder.check_run(config, resume=resume, overwrite=overwrite)
     experiment = build_experiment(config)
     state = init_state(config, experiment.parts.optimizer, experiment.params)
-    path = Path(config.run_dir)
+    path = run_folder.run_path(config)
     begin()
     if not resume:
         path = run_folder.create_run(config, overwrite=overwrite)

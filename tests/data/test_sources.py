@@ -108,8 +108,14 @@ def test_an_empty_file_holds_no_examples(tmp_path, name, text):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl: no such file$"):
-        jsonl_examples(tmp_path / "none.jsonl", Fields())
+    with pytest.raises(FileNotFoundError, match=r"^data\.eval_path: .*none\.jsonl: no such file$"):
+        jsonl_examples(tmp_path / "none.jsonl", Fields(), field="data.eval_path")
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _write(tmp_path / "rows.jsonl", '{"question": "1+1=", "answer": "2"}\n')
+    assert jsonl_examples("~/rows.jsonl", Fields())[0].answer == "2"
 
 
 def _hub(name="openai/gsm8k", **options):

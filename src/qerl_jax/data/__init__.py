@@ -6,7 +6,12 @@ from qerl_jax.data.examples import Example, Fields
 from qerl_jax.data.load import SOURCES, load_examples
 from qerl_jax.data.prompts import Prompt, build_prompt, encode_prompts, left_pad
 from qerl_jax.data.sources import hub_examples, jsonl_examples, reasoning_gym_examples
-from qerl_jax.data.tokenizer import decode_completion, end_token_ids, load_tokenizer
+from qerl_jax.data.tokenizer import (
+    configured_end_ids,
+    decode_completion,
+    end_token_ids,
+    load_tokenizer,
+)
 
 __all__ = [
     "OPERATIONS",
@@ -17,6 +22,7 @@ __all__ = [
     "Prompt",
     "arithmetic_examples",
     "build_prompt",
+    "configured_end_ids",
     "decode_completion",
     "encode_prompts",
     "end_token_ids",

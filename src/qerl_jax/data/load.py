@@ -52,7 +52,7 @@ def load_examples(
     elif source == "jsonl":
         if path is None:
             raise ValueError(f"data.{part}_path: data.source jsonl needs the path of a file")
-        examples = jsonl_examples(path, fields, **read)
+        examples = jsonl_examples(path, fields, **read, field=f"data.{part}_path")
     else:
         raise unknown_name("data.source", source, SOURCES)
     if not examples:

@@ -21,17 +21,20 @@ def jsonl_examples(
     *,
     size: int | None = None,
     check_answer: CheckAnswer | None = None,
+    field: str = "path",
 ) -> tuple[Example, ...]:
     """Read the first `size` rows (None: all) of a .jsonl or .jsonl.gz file, UTF-8.
 
-    Blank lines are passed over.
+    Blank lines are passed over. `field` is what named the file, for the message that there is
+    none.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: "path:LINE: ..." for a bad line, a broken gzip file, or no example at all.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"{field}: {path}: no such file")
     examples = []
     for number, line in itertools.islice(_lines(path), size):
         place = f"{path}:{number}"

@@ -36,24 +36,41 @@ def end_token_ids(tokenizer: Any, source: str | Path | Mapping[str, Any]) -> tup
 
     Args:
         tokenizer: the last resort, its `eos_token_id`.
-        source: a model folder, where the `eos_token_id` of generation_config.json is taken, or
-            else that of config.json; or such a mapping itself.
+        source: see `configured_end_ids`.
 
     Raises:
         ValueError: an id that is no token id, or none in any of the three.
     """
+    found = configured_end_ids(source) or _token_ids(tokenizer.eos_token_id)
+    if not found:
+        where = "the given settings" if isinstance(source, Mapping) else source
+        raise ValueError(
+            f"eos_token_id: none in {where} or the tokenizer, so no completion can end"
+        )
+    return found
+
+
+def configured_end_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the `eos_token_id` of a model's configuration, () if it has none.
+
+    Args:
+        source: a model folder, whose generation_config.json goes before its config.json; or such
+            a mapping itself.
+
+    Raises:
+        ValueError: an id that is no token id.
+    """
     configs = [source] if isinstance(source, Mapping) else _configs(Path(source))
-    candidates = [config.get("eos_token_id") for config in configs]
-    for ids in (*candidates, tokenizer.eos_token_id):
-        listed = ids if isinstance(ids, list | tuple) else [ids]
-        found = [token for token in listed if token is not None]
-        for token in found:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ValueError(f"eos_token_id: {ids} is not a token id or a list of them")
-        if found:
-            return tuple(dict.fromkeys(found))
-    where = "the given settings" if isinstance(source, Mapping) else source
-    raise ValueError(f"eos_token_id: none in {where} or the tokenizer, so no completion can end")
+    return next(filter(None, (_token_ids(config.get("eos_token_id")) for config in configs)), ())
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    listed = ids if isinstance(ids, list | tuple) else [ids]
+    found = [token for token in listed if token is not None]
+    for token in found:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"eos_token_id: {ids} is not a token id or a list of them")
+    return tuple(dict.fromkeys(found))
 
 
 def _configs(folder: Path) -> list[Mapping[str, Any]]:
