@@ -43,9 +43,9 @@ def end_token_ids(tokenizer: Any, source: str | Path | Mapping[str, Any]) -> tup
     """
     found = configured_end_ids(source) or _token_ids(tokenizer.eos_token_id)
     if not found:
-        where = "the given settings" if isinstance(source, Mapping) else source
+        given = "the settings" if isinstance(source, Mapping) else source
         raise ValueError(
-            f"eos_token_id: none in {where} or the tokenizer, so no completion can end"
+            f"eos_token_id: none in {given} or the tokenizer, so no completion can end"
         )
     return found
 
