@@ -140,10 +140,11 @@ def test_our_own_keep_them():
         (["--reward.functions=[odd:mean]"], "reward.functions: odd:mean cannot take ("),
         (["--aqn.schedule=odd:no_maker"], "aqn.schedule: odd:no_maker: TypeError: "),
         (["--aqn.schedule=odd:wants"], 'aqn.schedule: odd:wants: wants needs "gain"'),
-        (["--loss.advantage=odd:scaled"], 'loss.advantage: scaled needs "scale"'),
+        (["--loss.advantage=odd:scaled"], 'loss.extra: scaled needs "scale"'),
         (
             ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, skale: 1}"],
-            'loss.name: "skale" is not a keyword-only parameter of ',
+            'loss.extra: "skale" is a keyword-only parameter of neither grpo nor odd:scaled '
+            "(nearest: scale)",
         ),
         (["--aqn.schedule=odd:negative"], "aqn.schedule: odd:negative: gave -1.0 at step 0"),
     ],

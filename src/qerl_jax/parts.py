@@ -18,7 +18,7 @@ from qerl_jax.contracts import (
 )
 from qerl_jax.optim import learning_rate_at, make_optimizer
 from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, TokenLossFn
-from qerl_jax.resolve import bind_keywords, keyword_names, load_function
+from qerl_jax.resolve import bind_keywords, keyword_names, load_function, nearest_hint
 from qerl_jax.rewards import REWARDS, combine_rewards
 from qerl_jax.rl import ADVANTAGES, POLICY_LOSSES
 from qerl_jax.rollout import ScoreFn
@@ -42,7 +42,6 @@ def build_parts(config: ExperimentConfig) -> Parts:
     """Look up and bind the functions that the config names."""
     aqn, reward = config.aqn, config.reward
     advantage, for_advantage = _advantage(config)
-    token_loss, aggregation = _policy_loss(config, set(for_advantage))
     schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
     rewards = {name: _reward(name, field="reward.functions") for name in reward.functions}
     correct = config.eval.correct or reward.functions[0]
@@ -63,8 +62,8 @@ def build_parts(config: ExperimentConfig) -> Parts:
         score_fn=combine_rewards(rewards, weights),
         correct_name=correct,
         advantage_fn=advantage,
-        token_loss=token_loss,
-        aggregation=aggregation,
+        token_loss=_policy_loss(config, for_advantage),
+        aggregation=_aggregation(config),
         learning_rate=partial(learning_rate_at, **_rate(config)),
         optimizer=build_optimizer(config),
     )
@@ -117,28 +116,40 @@ def _rate(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _advantage(config: ExperimentConfig) -> tuple[AdvantageFn, dict[str, float]]:
-    """Bind the advantage; returns it and what it takes of loss.extra."""
+def _advantage(config: ExperimentConfig) -> tuple[AdvantageFn, frozenset[str]]:
+    """Bind the advantage; returns it and the names of the hyperparameters it takes."""
     loss = config.loss
     chosen = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
-    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen)}
+    names = keyword_names(chosen)
+    extra = {name: value for name, value in loss.extra.items() if name in names}
     available = {"eps": loss.advantage_eps}
-    return bind_keywords(chosen, available, extra=extra, field="loss.advantage"), extra
+    return bind_keywords(chosen, available, extra=extra, field="loss.extra"), names
 
 
-def _policy_loss(config: ExperimentConfig, taken: set[str]) -> tuple[TokenLossFn, str]:
-    """Bind the loss to the hyperparameters it takes; a user's loss defaults to token_mean.
+def _policy_loss(config: ExperimentConfig, for_advantage: frozenset[str]) -> TokenLossFn:
+    """Bind the loss to the hyperparameters it takes.
 
-    `taken`: names in loss.extra that the advantage takes.
+    `for_advantage`: names that the advantage takes of loss.extra.
     """
     loss = config.loss
     table = {name: entry.token_loss for name, entry in POLICY_LOSSES.items()}
     chosen = load_function(loss.name, field="loss.name", table=table)
-    if loss.beta != 0 and "beta" not in keyword_names(chosen):
+    names = keyword_names(chosen)
+    if loss.beta != 0 and "beta" not in names:
         raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
-    extra = {k: v for k, v in loss.extra.items() if k in keyword_names(chosen) or k not in taken}
-    bound = bind_keywords(chosen, asdict(loss), extra=extra, field="loss.name")
-    if loss.aggregation != "auto":
-        return bound, loss.aggregation
-    known = POLICY_LOSSES.get(loss.name)
-    return bound, known.aggregation if known else "token_mean"
+    for name in loss.extra:
+        if name not in names | for_advantage:
+            raise ValueError(
+                f'loss.extra: "{name}" is a keyword-only parameter of neither {loss.name} nor '
+                f"{loss.advantage}{nearest_hint(name, names | for_advantage)}"
+            )
+    extra = {name: value for name, value in loss.extra.items() if name in names}
+    return bind_keywords(chosen, asdict(loss), extra=extra, field="loss.extra")
+
+
+def _aggregation(config: ExperimentConfig) -> str:
+    """Return the aggregation of the config; auto is that of the loss, or token_mean."""
+    if config.loss.aggregation != "auto":
+        return config.loss.aggregation
+    known = POLICY_LOSSES.get(config.loss.name)
+    return known.aggregation if known else "token_mean"

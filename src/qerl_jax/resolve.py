@@ -30,13 +30,11 @@ def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
         return table[spec]
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
-        names = ", ".join(sorted(table))
-        raise ValueError(
-            f'{field}: "{spec}" is not one of {names}{_nearest(spec, table)}, nor a module:function'
-        )
+        names, near = ", ".join(sorted(table)), nearest_hint(spec, table)
+        raise ValueError(f'{field}: "{spec}" is not one of {names}{near}, nor a module:function')
     module = _import(module_name, field)
     if not hasattr(module, attribute):
-        near = _nearest(attribute, vars(module))
+        near = nearest_hint(attribute, vars(module))
         raise ValueError(f'{field}: module "{module_name}" has no "{attribute}"{near}')
     function = getattr(module, attribute)
     if not callable(function):
@@ -75,7 +73,7 @@ def bind_keywords(
         if key in available:
             raise ValueError(f'{field}: "{key}" has a field of its own; set it there')
         if key not in keyword_names(fn):
-            near = _nearest(key, keyword_names(fn))
+            near = nearest_hint(key, keyword_names(fn))
             raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
     values = {**available, **extra}
     for parameter in parameters:
@@ -118,6 +116,7 @@ def _working_directory_on_path() -> Iterator[None]:
             sys.path.remove(directory)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest_hint(name: str, names: Iterable[str]) -> str:
+    """Return " (nearest: other)", or nothing if no name is near."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (nearest: {close[0]})" if close else ""
