@@ -141,6 +141,11 @@ REFUSED = [
         "loss.beta: dapo has no KL term; expected 0, got 0.1",
     ),
     (
+        {"loss": {"old_logprobs": "sampler", "importance_cap": 2.0}},
+        "loss.importance_cap: corrects nothing with loss.old_logprobs: sampler, whose ratio is to "
+        "the sampler already; set one of them",
+    ),
+    (
         {"loss": {"extra": {"a": 1.0}}},
         "loss.extra: only a module:function takes it, neither grpo nor group_bessel",
     ),
@@ -193,6 +198,7 @@ def test_edge_of_a_rule_is_allowed(sections):
 QUIET = {"loss": {"old_logprobs": "sampler"}}
 NOTED = [
     ({"loss": {"epsilon_high": 0.28}}, "loss.epsilon_low, loss.epsilon_high: clipping is inert"),
+    ({**QUIET, "loss": {"beta": 0.1, "kl_estimator": "k1"}}, "loss.kl_estimator: the gradient"),
     ({**QUIET, "aqn": {"num_stages": 1}}, "aqn.num_stages: the only stage"),
     ({**QUIET, "rollout": {"top_p": 0.9}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "rollout": {"top_k": 5}}, "rollout.top_k, top_p, min_p: "),

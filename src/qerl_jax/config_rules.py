@@ -104,6 +104,10 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "(optimizer.num_iterations: 1 and loss.old_logprobs: trainer)",
         ),
         (
+            loss.beta > 0 and loss.kl_estimator == "k1",
+            "loss.kl_estimator: the gradient of k1 is 0 on average: loss.beta adds noise, no pull",
+        ),
+        (
             truncated,
             "rollout.top_k, top_p, min_p: completions are sampled from a truncated distribution, "
             "the trainer's log-probs are of the full one",
@@ -229,6 +233,11 @@ def _check_loss(config: ExperimentConfig) -> None:
     loss = config.loss
     if loss.name in ("dapo", "dr_grpo") and loss.beta != 0:
         raise ValueError(f"loss.beta: {loss.name} has no KL term; expected 0, got {loss.beta}")
+    if loss.importance_cap is not None and loss.old_logprobs == "sampler":
+        raise ValueError(
+            "loss.importance_cap: corrects nothing with loss.old_logprobs: sampler, whose ratio "
+            "is to the sampler already; set one of them"
+        )
     if loss.extra and ":" not in loss.name + loss.advantage:
         raise ValueError(
             f"loss.extra: only a module:function takes it, neither {loss.name} nor {loss.advantage}"

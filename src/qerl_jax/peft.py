@@ -42,6 +42,15 @@ _PLAIN = {
     "layers_to_transform": ([], None),
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
+    "target_parameters": ([], None),
+    "alora_invocation_tokens": ([], None),
+    "arrow_config": ({}, None),
+    "kasa_config": ({}, None),
+    "monteclora_config": ({}, None),
+    "use_bdlora": ({}, False, None),
+    "velora_config": ({}, None),
+    # Others (pissa, olora, loftq, corda, ...) take a part out of the base weights.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
 _DTYPES = ("float32", "float16", "bfloat16")
 

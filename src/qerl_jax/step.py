@@ -103,8 +103,7 @@ def _check_finite(metrics: Mapping[str, Any], step: int) -> None:
     if not all(map(math.isfinite, values.values())):
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         raise ValueError(
-            f"step {step}: {shown}; stopped before it is saved, so the run folder still holds the "
-            "last checkpoint"
+            f"step {step}: {shown}; stopped before it is saved, checkpoints of earlier steps stay"
         )
 
 
