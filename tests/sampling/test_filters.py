@@ -54,3 +54,17 @@ def test_greedy_reports_the_model_at_temperature_one(key):
     tokens, logprobs = sample_token(jax.random.split(key, 1), jnp.log(PROBS), temperature=0.0)
     assert tokens.tolist() == [0]
     np.testing.assert_allclose(logprobs, jnp.log(0.5), rtol=1e-6)
+
+
+def test_the_noise_reaches_rare_tokens(monkeypatch):
+    """Frequencies below 1e-7 need 3e9 draws to tell; what gives them is the mode of the noise."""
+    modes, gumbel = [], jax.random.gumbel
+
+    def spy(*arguments, mode=None, **settings):
+        modes.append(mode)
+        return gumbel(*arguments, mode=mode, **settings)
+
+    monkeypatch.setattr(jax.random, "gumbel", spy)
+    keys = jax.random.split(jax.random.key(0), 2)
+    sample_token(keys, jnp.zeros((2, 8)), temperature=1.0)
+    assert modes == ["high"]

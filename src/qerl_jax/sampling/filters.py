@@ -1,6 +1,7 @@
 """From float32 logits to one sampled token and the log-probability it had."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,9 @@ def sample_token(
         kept = logits
     else:
         kept = filter_logits(logits / temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+        # JAX's quick mode ends at 16: no token more than 20 nats below the best could be drawn.
+        draw = partial(jax.random.gumbel, shape=logits.shape[-1:], dtype=jnp.float32, mode="high")
+        noise = jax.vmap(draw)(keys)
         tokens = jnp.argmax(kept + noise, axis=-1)
     logprobs = jax.nn.log_softmax(kept, axis=-1)
     picked = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
