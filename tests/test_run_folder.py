@@ -17,7 +17,7 @@ from qerl_jax.run_folder import (
     create_run,
     environment,
     locked,
-    replacing,
+    on_trial,
 )
 
 
@@ -168,7 +168,7 @@ def test_a_path_that_turns_bad_meanwhile_is_one_line(tmp_path):
 def test_overwrite_leaves_only_the_new_run(run):
     check_run(config_at(run, seed=9), resume=False, overwrite=True)
     create_run(config_at(run, seed=9), overwrite=True)
-    with replacing(run) as proved:
+    with on_trial(run) as proved:
         proved()
     assert {str(p) for p in contents(run)} == {CONFIG, "environment.json"}
     assert load_config(run / CONFIG).seed == 9
@@ -178,10 +178,28 @@ def test_overwrite_leaves_only_the_new_run(run):
 def test_a_new_run_that_fails_before_it_is_proved_puts_the_old_one_back(run):
     before = contents(run)
     create_run(config_at(run, seed=9), overwrite=True)
-    with pytest.raises(KeyboardInterrupt), replacing(run):
+    with pytest.raises(KeyboardInterrupt), on_trial(run):
         raise KeyboardInterrupt
     assert contents(run) == before
     assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
+def test_a_new_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path):
+    config = config_at(tmp_path / "run")
+    create_run(config, overwrite=False)
+    with pytest.raises(KeyboardInterrupt), on_trial(tmp_path / "run"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_that_fails_after_its_first_step_stays(tmp_path):
+    config = config_at(tmp_path / "run")
+    create_run(config, overwrite=False)
+    with pytest.raises(KeyboardInterrupt), on_trial(tmp_path / "run") as proved:
+        (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+        proved()
+        raise KeyboardInterrupt
+    assert (tmp_path / "run/metrics.jsonl").is_file()
 
 
 def test_a_folder_serves_one_process(run):

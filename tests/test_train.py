@@ -409,8 +409,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(tiny_hom
     flags.append("--train.checkpoint_every=1")
     with pytest.raises(ValueError, match=r"^step 1: loss 0\.0, grad_norm nan, .*; stopped"):
         run_training(load_config(tiny_home / "config.yaml", flags), say=lambda line: None)
-    assert read_jsonl(tmp_path / "run/metrics.jsonl") == []
-    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_update_that_is_not_finite_is_as_bad():
@@ -427,12 +426,19 @@ def test_a_failing_first_step_leaves_the_run_that_it_would_replace(tiny_home, tm
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     flags = [f"--run_dir={path}", "--reward.functions=[odd_rewards_late:late]"]
     (tiny_home / "odd_rewards_late.py").write_text(
-        "def late(p, c, a):\n    raise OSError('disk')\n"
+        "def late(p, c, a):\n    if c != a:\n        raise OSError('disk')\n    return 1.0\n"
     )
     with pytest.raises(ValueError, match=r"^reward odd_rewards_late:late: OSError: disk"):
         run_training(load_config(tiny_home / "config.yaml", flags), overwrite=True)
     assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_reward_that_always_fails_is_met_before_the_weights(tiny_home, tmp_path):
+    (tiny_home / "odd_rewards_at_once.py").write_text("def at_once(p, c, a):\n    return None\n")
+    flags = ["--reward.functions=[odd_rewards_at_once:at_once]", f"--run_dir={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"^reward odd_rewards_at_once:at_once: gave None, not"):
+        build_experiment(load_config(tiny_home / "config.yaml", flags), load=False)
 
 
 def test_metrics_of_several_updates_are_means_but_for_what_the_sampler_saw(tiny_home):

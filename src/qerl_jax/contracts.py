@@ -6,6 +6,7 @@ What broadcasts or converts by itself would train on a wrong number, and never s
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ RESERVED = frozenset(
     "length_mean length_max truncated loss loss_tokens grad_norm update_norm entropy logprob_gap "
     "importance_weight".split()
 )
-_NO_REFERENCE = " (ref_logprobs is None unless loss.beta or loss.log_kl is set)"
 
 
 def check_token_loss(fn: TokenLossFn, *, place: str, reference: bool) -> None:
@@ -37,12 +37,16 @@ def check_token_loss(fn: TokenLossFn, *, place: str, reference: bool) -> None:
     """
     tokens = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
     rows = jax.ShapeDtypeStruct(_SHAPE[:1], jnp.float32)
-    arguments = (tokens, tokens, tokens if reference else None, rows, tokens)
+    trace = partial(_call, place, jax.eval_shape, fn, tokens, tokens)
     try:
-        result = _call(place, jax.eval_shape, fn, *arguments)
-    except ValueError as error:
-        hint = "" if reference or "NoneType" not in str(error) else _NO_REFERENCE
-        raise ValueError(f"{error}{hint}") from error
+        result = trace(tokens if reference else None, rows, tokens)
+    except ValueError:
+        if reference:
+            raise
+        trace(tokens, rows, tokens)  # raises the same, unless the reference was what it lacked
+        raise ValueError(
+            f"{place}: needs ref_logprobs, which are None unless loss.beta or loss.log_kl is set"
+        ) from None
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ValueError(
             f"{place}: gave {_kind(result)}, not a pair of a loss and a dict of statistics"
@@ -99,7 +103,7 @@ def check_schedule(schedule: Schedule, *, total_steps: int, place: str) -> None:
 
 
 def check_reward(fn: RewardFn, *, place: str) -> None:
-    """Check that a reward can be called with three strings; it is not called.
+    """Check that a reward can be called with three strings, without a call.
 
     Raises ValueError.
     """

@@ -55,6 +55,8 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
     eval_prompts, eval_dropped = experiment_prompts(config, model, "eval")
     width = max(len(prompt.ids) for prompt in (*train_prompts, *eval_prompts))
     check_context(config, model, width)
+    first = train_prompts[0]
+    parts.score_fn(first.text, first.answer, first.answer)  # a reward that fails does so here
     return Experiment(
         config=config,
         parts=parts,

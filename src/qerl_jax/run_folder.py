@@ -90,7 +90,7 @@ def check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -
 def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
     """Make the run folder with its resolved config and environment; returns its path.
 
-    A run that is replaced is moved aside, and put back on failure; `replacing` drops it.
+    A run that is replaced is moved aside, and put back on failure; `on_trial` drops it.
     Raises OSError naming run_dir when the folder cannot be written.
     """
     path = run_path(config)
@@ -105,7 +105,7 @@ def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
             for name, text in texts.items():
                 write_atomically(path / name, text)
         except BaseException:
-            _put_back(path)
+            _undo(path)
             raise
     except OSError as error:
         reason = error.strerror or str(error)
@@ -114,15 +114,15 @@ def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Callable[[], None]]:
-    """Yield what to call once the new run has proved itself: it drops the run moved aside.
+def on_trial(path: Path) -> Iterator[Callable[[], None]]:
+    """Yield what to call once the new run has a step: it drops the run moved aside.
 
-    A failure before that puts the old run back.
+    A failure before that removes the new run, and puts the old one back if there was one.
     """
     try:
         yield lambda: shutil.rmtree(_aside(path), ignore_errors=True)
     except BaseException:
-        _put_back(path)
+        _undo(path)
         raise
 
 
@@ -130,9 +130,11 @@ def _aside(path: Path) -> Path:
     return path.absolute().with_name(f".{path.absolute().name}.replaced")
 
 
-def _put_back(path: Path) -> None:
-    if _aside(path).exists():
+def _undo(path: Path) -> None:
+    replaces = _aside(path).exists()
+    if replaces or not (path / METRICS).exists():
         shutil.rmtree(path, ignore_errors=True)
+    if replaces:
         _aside(path).rename(path)
 
 

@@ -74,7 +74,7 @@ def run_training(
         path = run_folder.create_run(config, overwrite=overwrite)
     with (
         run_folder.locked(path),
-        run_folder.replacing(path) if overwrite else nullcontext(lambda: None) as proved,
+        nullcontext(lambda: None) if resume else run_folder.on_trial(path) as proved,
     ):
         manager = checkpoint.open_checkpoints(
             path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints

@@ -38,6 +38,15 @@ def test_unordered_logits_are_filtered_alike():
     assert set(np.asarray(order)[np.isfinite(filtered[0])].tolist()) == {0, 1}
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.3, [1, 2]), (0.6, [0, 1, 2]), (0.1, [1])])
+def test_top_p_keeps_no_more_of_tied_tokens_than_the_mass_needs(top_p, kept):
+    logits = jnp.log(jnp.array([[0.2, 0.25, 0.25, 0.1, 0.1, 0.1]]))
+    filtered = filter_logits(logits, **OFF | {"top_p": top_p})
+    assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
+    uniform = filter_logits(jnp.zeros((2, 10)), **OFF | {"top_p": 0.35})
+    assert np.isfinite(uniform).sum(axis=-1).tolist() == [4, 4]
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_draws_follow_the_reported_log_probabilities(key, temperature):
     keys = jax.random.split(key, 20_000)
@@ -57,7 +66,7 @@ def test_greedy_reports_the_model_at_temperature_one(key):
 
 
 def test_the_noise_reaches_rare_tokens(monkeypatch):
-    """Frequencies below 1e-7 need 3e9 draws to tell; what gives them is the mode of the noise."""
+    """What gives them is the mode of the noise; the next test counts them."""
     modes, gumbel = [], jax.random.gumbel
 
     def spy(*arguments, mode=None, **settings):
@@ -68,3 +77,18 @@ def test_the_noise_reaches_rare_tokens(monkeypatch):
     keys = jax.random.split(jax.random.key(0), 2)
     sample_token(keys, jnp.zeros((2, 8)), temperature=1.0)
     assert modes == ["high"]
+
+
+@pytest.mark.gpu
+def test_tokens_more_than_20_nats_below_the_best_are_drawn(key):
+    """5e10 noise values, too many for a CPU; in the quick mode none of the tail is ever drawn."""
+    tail, rows, rounds = 100_000, 4_096, 128
+    logits = jnp.full((rows, 1 + tail), -21.5).at[:, 0].set(0.0)
+
+    def count(total, round_key):
+        tokens, _ = sample_token(jax.random.split(round_key, rows), logits, temperature=1.0)
+        return total + jnp.sum(tokens != 0), None
+
+    drawn, _ = jax.lax.scan(count, 0, jax.random.split(key, rounds))
+    expected = rows * rounds * tail * np.exp(-21.5)  # 24; Poisson, so 5 to 60 is certain
+    assert 5 < int(drawn) < 60, f"{drawn} of the tail drawn, {expected:.0f} expected"

@@ -17,7 +17,7 @@ class SamplingConfig:
     pad_id: int  # written after the end
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # keep the k largest logits and ties with the k-th; 0: off
-    top_p: float = 1.0  # keep the smallest set of at least this mass; 1: off
+    top_p: float = 1.0  # keep the fewest tokens of at least this mass; 1: off
     min_p: float = 0.0  # keep tokens of at least this share of the largest; 0: off
 
 
@@ -38,8 +38,13 @@ def filter_logits(
         mass_before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
         mass_before = jnp.pad(mass_before[:, :-1], ((0, 0), (1, 0)))
         # The first entry has no mass before it, so at least one token is kept.
-        kept = jnp.where(mass_before < top_p, ordered, jnp.inf)
-        logits = jnp.where(logits >= jnp.min(kept, axis=-1, keepdims=True), logits, -jnp.inf)
+        count = jnp.sum(mass_before < top_p, axis=-1, keepdims=True)
+        cutoff = jnp.take_along_axis(ordered, count - 1, axis=-1)
+        # Of tokens tied at the cut-off, only as many as the mass needs: the first ones.
+        tied = logits == cutoff
+        room = count - jnp.sum(logits > cutoff, axis=-1, keepdims=True)
+        kept = (logits > cutoff) | (tied & (jnp.cumsum(tied, axis=-1) <= room))
+        logits = jnp.where(kept, logits, -jnp.inf)
     if min_p > 0.0:
         floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(min_p)
         logits = jnp.where(logits >= floor, logits, -jnp.inf)
