@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from qerl_jax.cli import main
 from qerl_jax.config_io import load_config
-from qerl_jax.run_folder import CONFIG, create_run
+from qerl_jax.run_folder import CONFIG, open_run
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -42,7 +42,8 @@ def refused(tiny_home, tmp_path, capsys):
         fresh = qerl(capsys, config, f"--run_dir={parent}/new", *arguments)
         assert list(parent.iterdir()) == []
         path = parent / "old"
-        create_run(load_config(tiny_home / "config.yaml", [f"--run_dir={path}"]), overwrite=False)
+        with open_run(load_config(tiny_home / "config.yaml", [f"--run_dir={path}"])):
+            pass
         (path / "metrics.jsonl").write_text('{"step": 1}\n')
         (path / "checkpoints/1").mkdir(parents=True)
         (path / "checkpoints/1/state").write_text("weeks of work")
@@ -172,6 +173,10 @@ MODELS = {
         lambda folder: edit_json(folder, eos_token_id=99),
         "model: eos_token_id 99 is not one of 0 to 15",
     ),
+    "whose end token is no number": (
+        lambda folder: edit_json(folder, eos_token_id="<eos>"),
+        "model/config.json: eos_token_id: <eos> is not a token id",
+    ),
     "whose config.json is nested without end": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         "config.json: not valid JSON",
@@ -254,7 +259,8 @@ def test_a_gold_answer_that_no_completion_can_match(refused, tmp_path):
 def run(tiny_home, tmp_path):
     """Return the folder of a run that has just begun."""
     config = load_config(tiny_home / "config.yaml", [f"--run_dir={tmp_path}/run"])
-    return create_run(config, overwrite=False)
+    with open_run(config) as (path, _):
+        return path
 
 
 RUN_FOLDERS = {

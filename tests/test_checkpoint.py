@@ -164,6 +164,25 @@ def test_a_damaged_checkpoint_is_named(folder, damage):
     assert "\n" not in str(error.value) and len(str(error.value)) < len(str(folder)) + 250
 
 
+def test_a_changed_data_cursor_is_noticed(folder):
+    path = folder / "2/meta/metadata"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"data": {"epoch": 0, "index": 7}}))
+    with pytest.raises(ValueError, match="/2: is damaged "):
+        restore(open_checkpoints(folder, max_to_keep=2), state_of(0))
+
+
+def test_a_save_that_fails_is_one_line(folder, monkeypatch):
+    manager = open_checkpoints(folder, max_to_keep=2)
+
+    def disk_full(*arguments, **settings):
+        raise ValueError("RESOURCE_EXHAUSTED: no space\nwhile writing")
+
+    monkeypatch.setattr(manager, "save", disk_full)
+    with pytest.raises(OSError, match=r"/3: cannot be written \(RESOURCE_EXHAUSTED: no space\)$"):
+        save(manager, state_of(3), META)
+
+
 def test_a_changed_byte_is_noticed(folder):
     """Orbax itself reads on; here it is the hash that is changed, which is as good."""
     path = folder / "2/meta/metadata"

@@ -74,7 +74,10 @@ REFUSED = {
     "qerl score --help",
     "score --model a --in - --temperature 0": "score: argument --temperature: expected >= 0.001, "
     "got 0.0; see qerl score --help",
-    "score --model": "score: argument --model: expected one argument; see qerl score --help",
+    "score --model": "score: argument --model: expected one argument (one that begins "
+    "with - is written --flag=VALUE); see qerl score --help",
+    "score --model= --in -": "score: model is empty; see qerl score --help",
+    "score --model a\0 --in -": r"'a\x00' is not valid text",
     "score --model a --in - --seed 1": "score: unknown flag --seed; see qerl score --help",
     "generate --model a": "generate: no prompts; give --prompt or --in; see qerl generate --help",
     "generate --model a --prompt b --min-p 1": "generate: argument --min-p: expected a number in "
@@ -177,7 +180,8 @@ def test_flags_reach_their_function(calls, line):
     ("error", "code", "line"),
     [
         (ValueError("lora.rank: 600 exceeds 576"), 2, "lora.rank: 600 exceeds 576"),
-        (ValueError("first\nsecond"), 2, "first (more with --debug)"),
+        (ValueError("first\n\nsecond"), 2, r"first\nsecond"),
+        (ValueError("first\n" + "x" * 300), 2, "first (more with --debug)"),
         (ValueError(), 2, "ValueError"),
         (FileExistsError("runs/a: exists"), 2, "runs/a: exists"),
         (PermissionError(13, "Permission denied", "runs/a"), 2, "runs/a: Permission denied"),

@@ -239,7 +239,7 @@ def test_export_refuses_what_it_cannot_give(run, tmp_path):
     with pytest.raises(FileNotFoundError, match="young: holds no checkpoint"):
         commands.export_adapter(run_dir=str(tmp_path / "young"), out=str(tmp_path / "x"), step=None)
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match="taken: already exists"):
+    with pytest.raises(FileExistsError, match="taken: exists"):
         commands.export_adapter(run_dir=str(run), out=str(tmp_path / "taken"), step=None)
     assert not (tmp_path / "x").exists()
 

@@ -121,6 +121,17 @@ REFUSED = [
         {"data": {"source": "hub", "task": {"a": 1}}},
         "data.task: is read for source arithmetic and reasoning_gym only, not hub",
     ),
+    (
+        {"data": {"answer_marker": "####"}},
+        "data.answer_marker: is read for source hub and jsonl only, not arithmetic",
+    ),
+    ({"lora": {"init_from": ""}}, "lora.init_from: is empty"),
+    ({"eval": {"correct": " "}}, "eval.correct: is empty"),
+    (
+        {"train": {"total_steps": 10**9}, "optimizer": {"num_iterations": 2}},
+        "optimizer.num_iterations: train.total_steps x optimizer.num_iterations is 2000000000, "
+        "expected at most 1000000000",
+    ),
     ({"data": {"name": ""}}, "data.name: is empty; data.source arithmetic needs it"),
     (
         {"data": {"system_prompt": "Think."}},
@@ -147,7 +158,7 @@ REFUSED = [
     ),
     (
         {"loss": {"extra": {"a": 1.0}}},
-        "loss.extra: only a module:function takes it, neither grpo nor group_bessel",
+        "loss.extra: only a module:function takes it, neither grpo nor auto",
     ),
     (
         {"loss": {"name": "m:f", "extra": {"a": math.nan}}},
@@ -206,6 +217,11 @@ NOTED = [
     ({**QUIET, "reward": {"weights": [0.0]}}, "reward.weights: all are 0"),
     ({**QUIET, "eval": {"num_samples": 4}}, "eval.num_samples: greedy samples"),
     ({**QUIET, "aqn": {"sigma_start": 0.0, "sigma_end": 0.0}}, "aqn.enabled: sigma_start is 0"),
+    ({"loss": {"name": "dapo", "old_logprobs": "sampler"}}, "loss.epsilon_high: DAPO's upper clip"),
+    (
+        {**QUIET, "data": {"source": "jsonl", "train_path": "a", "eval_path": "a"}},
+        "data.eval_path: is data.train_path",
+    ),
 ]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config_io import load_config
-from qerl_jax.contracts import check_advantage, check_reward, check_schedule, check_token_loss
+from qerl_jax.contracts import check_reward, check_token_loss, make_advantage, make_schedule
 from qerl_jax.parts import build_parts
 from qerl_jax.rewards import REWARDS
 from qerl_jax.rl import ADVANTAGES
@@ -57,7 +57,28 @@ def with_reference(logprobs, old, ref, advantages, mask):
     return logprobs - ref, {}
 
 
+def nothing(*arguments):
+    return None, {}
+
+
+def listed(*arguments):
+    losses, statistics = per_token(*arguments)
+    return [losses], statistics
+
+
+def listed_statistic(*arguments):
+    return per_token(*arguments)[0], {"some": [arguments[0]]}
+
+
+def for_one_shape(logprobs, old, ref, advantages, mask):
+    return logprobs.reshape(4, 4), {}
+
+
 LOSSES = {
+    nothing: "f: the loss is NoneType, not a float of each token",
+    listed: "f: the loss is list, not a float of each token",
+    listed_statistic: "f: some is list, not a float of each token",
+    for_one_shape: "f: TypeError: ",
     one_number: r"f: the loss is float32\[\], not a float of each token, \[batch, completion\] = ",
     one_statistic: r"f: mean is float32\[\], not",
     whole_numbers: r"f: the loss is int32\[2, 3\], not a float",
@@ -74,12 +95,12 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_that_is_not_one_of_each_token(loss):
     with pytest.raises(ValueError, match=f"^{LOSSES[loss]}"):
-        check_token_loss(loss, place="f", reference=False)
+        check_token_loss(loss, place="f", reference=False, shape=(2, 3))
 
 
 def test_a_sound_loss():
-    check_token_loss(per_token, place="f", reference=False)
-    check_token_loss(with_reference, place="f", reference=True)
+    check_token_loss(per_token, place="f", reference=False, shape=(2, 3))
+    check_token_loss(with_reference, place="f", reference=True, shape=(2, 3))
 
 
 ADVANTAGE_FAULTS = {
@@ -87,8 +108,10 @@ ADVANTAGE_FAULTS = {
         lambda rewards: rewards.mean()
     ): r"f: gave shape \[\] for rewards \[prompts, group\] = \[2, 3\]",
     (lambda rewards: rewards.mean(1)): r"f: gave shape \[2\] for",
-    (lambda rewards: rewards / (rewards - rewards)): r"f: gave \[\[inf",
+    (lambda rewards: rewards / (rewards - rewards)): r"f: gave \[\[nan, inf",
     (lambda rewards: {}): "f: [A-Za-z]*Error: ",
+    (lambda rewards: rewards + 1j): r"f: gave \[\[\(?1j",
+    (lambda rewards: rewards.reshape(2, 4)): "f: TypeError: ",
     (lambda: 0): "f: TypeError: .*takes 0 positional arguments",
 }
 
@@ -96,7 +119,14 @@ ADVANTAGE_FAULTS = {
 @pytest.mark.parametrize("advantage", ADVANTAGE_FAULTS)
 def test_an_advantage_that_is_not_one_of_each_completion(advantage):
     with pytest.raises(ValueError, match=f"^{ADVANTAGE_FAULTS[advantage]}"):
-        check_advantage(advantage, place="f")
+        make_advantage(advantage, place="f", shape=(2, 3))
+
+
+def test_an_advantage_may_give_a_list_and_is_checked_at_every_call():
+    advantage = make_advantage(lambda rewards: rewards.tolist(), place="f", shape=(2, 3))
+    assert advantage(jnp.ones((2, 3))).tolist() == [[1.0] * 3] * 2
+    with pytest.raises(ValueError, match=r"^f: gave \[\[nan"):
+        advantage(jnp.full((2, 3), jnp.nan))
 
 
 SCHEDULE_FAULTS = {
@@ -111,7 +141,16 @@ SCHEDULE_FAULTS = {
 @pytest.mark.parametrize("schedule", SCHEDULE_FAULTS)
 def test_a_schedule_that_gives_no_sigma(schedule):
     with pytest.raises(ValueError, match=f"^{SCHEDULE_FAULTS[schedule]}"):
-        check_schedule(schedule, total_steps=10, place="f")
+        make_schedule(lambda: schedule, total_steps=10, place="f")
+
+
+def test_a_schedule_is_checked_at_every_call():
+    sigma = make_schedule(
+        lambda: lambda step: -1.0 if step == 1 else 0.5, total_steps=3000, place="f"
+    )
+    assert sigma(0) == 0.5
+    with pytest.raises(ValueError, match=r"^f: gave -1\.0 at step 1, not a sigma >= 0"):
+        sigma(1)
 
 
 def test_a_reward_of_other_parameters():
@@ -125,10 +164,10 @@ def test_our_own_keep_them():
     for reward in REWARDS.values():
         check_reward(reward, place="f")
     for advantage in ADVANTAGES.values():
-        check_advantage(advantage, place="f")
-    for make in AQN_SCHEDULES.values():
-        sigma = make(sigma_start=1e-2, sigma_end=1e-3, num_stages=2, total_steps=10)
-        check_schedule(sigma, total_steps=10, place="f")
+        make_advantage(advantage, place="f", shape=(2, 3))
+    for maker in AQN_SCHEDULES.values():
+        settings = {"sigma_start": 1e-2, "sigma_end": 1e-3, "num_stages": 2, "total_steps": 10}
+        make_schedule(maker, place="f", **settings)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +203,17 @@ def test_a_config_that_names_one(tiny_home, tmp_path, monkeypatch, flags, messag
     with pytest.raises(ValueError) as error:
         build_parts(load_config(tiny_home / "config.yaml", flags))
     assert str(error.value).startswith(message)
+
+
+def test_the_advantage_is_that_of_the_loss_unless_named(tiny_home):
+    rewards = jnp.array([[1.0, 0.0, 0.0, 0.0]])
+    for flags, first in (
+        (["--loss.name=dr_grpo"], 0.75),
+        (["--loss.name=dapo"], 1.5),
+        (["--loss.name=dr_grpo", "--loss.advantage=leave_one_out"], 1.0),
+    ):
+        parts = build_parts(load_config(tiny_home / "config.yaml", flags))
+        assert abs(float(parts.advantage_fn(rewards)[0, 0]) - first) < 1e-3
 
 
 def test_functions_are_given_what_they_take(tiny_home, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from qerl_jax import commands
 from qerl_jax.cli import main
 from qerl_jax.config_io import load_config
 from qerl_jax.learner import TrainBatch, TrainState, make_update_step
@@ -96,9 +98,14 @@ def test_export_adapter_gives_the_adapter_of_a_checkpoint(learned, tmp_path, cap
 
 
 def test_a_run_starts_from_an_exported_adapter(learned, tiny_home, tmp_path):
-    overrides = [f"--lora.init_from={learned.run_dir}/adapter", f"--run_dir={tmp_path}/run"]
+    origin = tmp_path / "adapter"
+    shutil.copytree(learned.run_dir / "adapter", origin)
+    overrides = [f"--lora.init_from={origin}", f"--run_dir={tmp_path}/run"]
     config = load_config(tiny_home / "config.yaml", overrides)
     assert run_training(config, stop_after=1, say=lambda line: None).before == 1.0
+    shutil.rmtree(origin)  # the checkpoint has all of it
+    assert run_training(config, resume=True, stop_after=1, say=lambda line: None).step == 2
+    commands.export_adapter(run_dir=f"{tmp_path}/run", out=f"{tmp_path}/out", step=None)
 
 
 def test_a_loss_and_a_reward_of_ones_own_train(tiny_home, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.base_model import load_weights, model_path, open_model
-from qerl_jax.inference import GENERATE_ROWS, generate, score
+from qerl_jax.inference import GENERATE_ROWS, check_output, generate, score
 from qerl_jax.lora import Trainable
 from qerl_jax.peft import export_adapter
 from qerl_jax.testing import tiny_adapter
@@ -172,7 +172,7 @@ def test_quantize_changes_the_scores_a_little(run_score):
 
 def test_standard_input_and_output(run_score, monkeypatch, capsys):
     expected = run_score([{"text": "3+5=8"}])
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"text": "3+5=8"}\n'))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "3+5=8"}\n')))
     score(
         model="tiny",
         adapter=None,
@@ -183,6 +183,14 @@ def test_standard_input_and_output(run_score, monkeypatch, capsys):
         temperature=1.0,
     )
     assert json.loads(capsys.readouterr().out) == expected[0]
+
+
+def test_the_output_must_not_replace_the_input(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "3+5=8"}\n')
+    (tmp_path / "link").symlink_to("in.jsonl")
+    with pytest.raises(ValueError, match=r"^--out: .*link is the file that --in reads$"):
+        check_output(str(tmp_path / "link"), source=str(tmp_path / "in.jsonl"))
+    check_output("/dev/null")
 
 
 BAD_ROWS = {

@@ -177,7 +177,8 @@ def test_what_padding_holds_does_not_matter():
 def test_a_batch_without_any_loss_token_changes_nothing():
     change, metrics = update(batch_of(mask=np.zeros_like(MASK)))
     np.testing.assert_array_equal(change, np.zeros_like(change))
-    assert (metrics["loss"], metrics["grad_norm"], metrics["ratio"]) == (0.0, 0.0, 0.0)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["loss_tokens"]) == (0.0, 0.0, 0.0)
+    assert np.isnan(metrics["ratio"]) and np.isfinite(metrics["entropy"])  # a mean of nothing
 
 
 def test_tokens_outside_the_clip_range_have_no_gradient():

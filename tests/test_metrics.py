@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import sys
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from qerl_jax.metrics import (
     append_jsonl,
     console_line,
     format_seconds,
+    is_stream,
     keep_steps,
     progress_bar,
     read_jsonl,
@@ -144,7 +146,7 @@ def test_rows_come_with_their_place(tmp_path, monkeypatch):
     path.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert list(read_rows(str(path))) == [(f"{path}:1", {"a": 1}), (f"{path}:3", {"a": 2})]
     assert list(read_rows(None)) == []
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"a": 3}\n'))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbf{"a": 3}\n')))
     assert list(read_rows("-")) == [("standard input:1", {"a": 3})]
 
 
@@ -158,6 +160,39 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line, message):
     with pytest.raises(ValueError) as refusal:
         list(read_rows(str(path)))
     assert str(refusal.value).startswith(f"{path}:{message}")
+
+
+def test_what_is_written_follows_a_link_and_keeps_the_mode(tmp_path):
+    (tmp_path / "private").write_text("old")
+    (tmp_path / "private").chmod(0o600)
+    (tmp_path / "link").symlink_to("private")
+    write_lines(str(tmp_path / "link"), [{"a": 1}])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "private").read_text() == '{"a": 1}\n'
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_lines(str(pipe), [{"a": 1}])
+    assert os.read(reader, 100) == b'{"a": 1}\n'
+    os.close(reader)
+    assert pipe.is_fifo()
+    for name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"):
+        assert is_stream(name)
+
+
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, "1" * 5000])
+def test_only_the_last_line_may_be_cut_short(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line)
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: is not valid JSON$"):
+        keep_steps(path, 3)
+    assert path.read_text().endswith('{"step": 3}\n')
 
 
 def test_lines_are_written_to_a_file_or_to_standard_output(tmp_path, capsys):

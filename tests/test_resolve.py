@@ -114,8 +114,10 @@ def test_a_module_that_fails_says_why_in_one_line(user_folder, text, message):
 
 
 def test_keyword_names():
-    assert keyword_names(scaled) == {"beta", "gamma"}
-    assert keyword_names(lambda x, y=1: x) == frozenset()
+    assert keyword_names(scaled, field="f") == {"beta", "gamma"}
+    assert keyword_names(lambda x, y=1: x, field="f") == frozenset()
+    with pytest.raises(ValueError, match=r"^f: no signature found for builtin"):
+        keyword_names(dict, field="f")
 
 
 def test_binds_what_is_taken_and_leaves_the_rest():

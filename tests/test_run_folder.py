@@ -4,25 +4,30 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 
 import pytest
 
 from qerl_jax import run_folder
-from qerl_jax.config import ExperimentConfig, TrainConfig
+from qerl_jax.config import ExperimentConfig, LoraConfig, TrainConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.run_folder import (
     CONFIG,
     check_run,
     check_same,
-    create_run,
     environment,
     locked,
-    on_trial,
+    open_run,
 )
 
 
 def config_at(path, **changes):
     return ExperimentConfig(run_dir=str(path), **changes)
+
+
+def create_run(config, *, overwrite):
+    with open_run(config, overwrite=overwrite) as (path, _):
+        return path
 
 
 def contents(folder):
@@ -166,40 +171,106 @@ def test_a_path_that_turns_bad_meanwhile_is_one_line(tmp_path):
 
 
 def test_overwrite_leaves_only_the_new_run(run):
-    check_run(config_at(run, seed=9), resume=False, overwrite=True)
-    create_run(config_at(run, seed=9), overwrite=True)
-    with on_trial(run) as proved:
+    with open_run(config_at(run, seed=9), overwrite=True) as (_, proved):
+        assert [p.name for p in run.parent.iterdir() if p.name.endswith(".replaced")]
         proved()
     assert {str(p) for p in contents(run)} == {CONFIG, "environment.json"}
     assert load_config(run / CONFIG).seed == 9
     assert [p.name for p in run.parent.iterdir()] == ["run"]
 
 
-def test_a_new_run_that_fails_before_it_is_proved_puts_the_old_one_back(run):
-    before = contents(run)
-    create_run(config_at(run, seed=9), overwrite=True)
-    with pytest.raises(KeyboardInterrupt), on_trial(run):
+def interrupt(config, *, after_step=False, **settings):
+    with pytest.raises(KeyboardInterrupt), open_run(config, **settings) as (path, proved):
+        if after_step:
+            (path / "metrics.jsonl").write_text('{"step": 1}\n')
+            proved()
         raise KeyboardInterrupt
+
+
+def test_a_new_run_that_fails_before_its_first_step_puts_the_old_one_back(run):
+    before = contents(run)
+    interrupt(config_at(run, seed=9), overwrite=True)
     assert contents(run) == before
     assert [p.name for p in run.parent.iterdir()] == ["run"]
 
 
+def test_a_new_run_that_fails_after_its_first_step_stays(run):
+    interrupt(config_at(run, seed=9), after_step=True, overwrite=True)
+    assert load_config(run / CONFIG).seed == 9
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+
+
 def test_a_new_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path):
-    config = config_at(tmp_path / "run")
-    create_run(config, overwrite=False)
-    with pytest.raises(KeyboardInterrupt), on_trial(tmp_path / "run"):
-        raise KeyboardInterrupt
+    interrupt(config_at(tmp_path / "run"))
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run").mkdir()
+    interrupt(config_at(tmp_path / "run"))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "run"]  # it was there
 
 
-def test_a_new_run_that_fails_after_its_first_step_stays(tmp_path):
-    config = config_at(tmp_path / "run")
-    create_run(config, overwrite=False)
-    with pytest.raises(KeyboardInterrupt), on_trial(tmp_path / "run") as proved:
-        (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+def test_a_resumed_run_that_fails_stays(run):
+    before = contents(run)
+    interrupt(config_at(run), resume=True)
+    assert contents(run) == before
+
+
+def test_two_killed_replacements_do_not_cost_the_run(run):
+    before, aside = contents(run), run.parent / ".run.replaced"
+    for seed in (8, 9):
+        create_run(config_at(run, seed=seed), overwrite=True)  # as if killed: neither proved
+        assert contents(aside) == before
+    interrupt(config_at(run, seed=9), overwrite=True)
+    assert contents(run) == before and not aside.exists()
+
+
+def test_what_a_killed_replacement_left_aside_is_not_forgotten(run):
+    before, aside = contents(run), run.parent / ".run.replaced"
+    create_run(config_at(run, seed=8), overwrite=True)
+    with open_run(config_at(run, seed=8), resume=True) as (_, proved):
+        assert contents(aside) == before
         proved()
-        raise KeyboardInterrupt
-    assert (tmp_path / "run/metrics.jsonl").is_file()
+    assert not aside.exists()
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    create_run(config_at(run, seed=9), overwrite=True)
+    shutil.rmtree(run)
+    assert refusal(config_at(run)).startswith(f"run_dir: {aside} holds the run that an --overwrite")
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed(run):
+    link = run.parent / "runs"
+    link.symlink_to(run)
+    interrupt(config_at(link, seed=9), after_step=True, overwrite=True)
+    assert link.is_symlink() and load_config(run / CONFIG).seed == 9
+    assert sorted(p.name for p in run.parent.iterdir()) == ["run", "runs"]
+
+
+def test_dots_do_not_reach_a_folder_that_is_in_use(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    path = tmp_path / "new" / ".."
+    assert refusal(config_at(path)).startswith(f"run_dir: {tmp_path} exists; ")
+
+
+def test_an_adapter_inside_the_run_to_be_replaced(run):
+    config = config_at(run, lora=LoraConfig(init_from=f"{run}/adapter"))
+    message = refusal(config, overwrite=True)
+    assert message == f"lora.init_from: {run}/adapter lies in the run that --overwrite replaces"
+
+
+def test_checkpoints_that_are_no_folder(run):
+    (run / "checkpoints").write_text("")
+    message = refusal(config_at(run), resume=True)
+    assert message == f"run_dir: {run}/checkpoints is not a folder"
+
+
+def test_of_two_processes_at_once_one_makes_the_run(tmp_path):
+    with open_run(config_at(tmp_path / "run", seed=1)):
+        for settings in ({}, {"overwrite": True}):
+            with (
+                pytest.raises(ValueError, match="is in use by another process"),
+                open_run(config_at(tmp_path / "run", seed=2), **settings),
+            ):
+                raise AssertionError
+    assert load_config(tmp_path / "run" / CONFIG).seed == 1
 
 
 def test_a_folder_serves_one_process(run):

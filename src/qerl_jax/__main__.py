@@ -1,8 +1,6 @@
 """`python -m qerl_jax` is the command `qerl`."""
 
-import sys
-
-from qerl_jax.cli import main
+from qerl_jax.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -1,6 +1,7 @@
 """A base model from its folder: frozen parameters, tokenizer, end tokens."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -34,7 +35,7 @@ def model_path(name: str) -> Path:
     """Return the folder of a model: "tiny" is the one inside the package."""
     if name == TINY:
         return Path(str(resources.files("qerl_jax"))) / "tiny_model"
-    return Path(name).expanduser()
+    return Path(os.path.expanduser(name))
 
 
 def open_model(
@@ -56,8 +57,13 @@ def open_model(
     path = model_path(name)
     if not path.is_dir():
         raise ValueError(f"{field}: {path}: no such model folder")
+    hf_config = read_config(path)
+    try:
+        shape = decoder_config_from_hf(hf_config)
+    except ValueError as error:  # begins with the file's name
+        raise ValueError(f"{path}/{error}") from error
     config = dataclasses.replace(
-        decoder_config_from_hf(read_config(path)),
+        shape,
         dtype=dtype,
         remat=remat,
         logits_chunk=logits_chunk,

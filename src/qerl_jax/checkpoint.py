@@ -1,6 +1,7 @@
 """Checkpoints of a run through orbax: state, data cursor and the resolved config, together."""
 
 import hashlib
+import json
 import logging
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -64,16 +65,19 @@ def save(manager: ocp.CheckpointManager, state: TrainState, meta: Mapping[str, A
     """Save a checkpoint under its step; complete on disk on return, or absent.
 
     Orbax writes to a temporary folder and renames it, so a kill in the middle leaves the
-    checkpoint before it as the latest one.
+    checkpoint before it as the latest one. Raises OSError when it cannot be written.
     """
-    manager.save(
-        int(state.step),
-        args=ocp.args.Composite(
-            state=ocp.args.StandardSave(_storable(state)),
-            meta=ocp.args.JsonSave({**meta, "sha256": _digest(_storable(state))}),
-        ),
+    step, stored = int(state.step), _storable(state)
+    arguments = ocp.args.Composite(
+        state=ocp.args.StandardSave(stored),
+        meta=ocp.args.JsonSave({**meta, "sha256": _digest(stored, meta)}),
     )
-    manager.wait_until_finished()
+    try:
+        manager.save(step, args=arguments)
+        manager.wait_until_finished()
+    except Exception as error:  # orbax and tensorstore raise kinds of their own
+        place = manager.directory / str(step)
+        raise OSError(f"{place}: cannot be written ({_reason(error)})") from error
 
 
 def restore(
@@ -93,17 +97,18 @@ def restore(
     items = _read(manager, step, _template(like))
     if not {"data", "config", "sha256"} <= set(items["meta"]):
         raise ValueError(f"{manager.directory / str(step)}: cannot be read (meta is not complete)")
-    if _digest(items["state"]) != items["meta"]["sha256"]:
+    meta = {name: value for name, value in items["meta"].items() if name != "sha256"}
+    if _digest(items["state"], meta) != items["meta"]["sha256"]:
         raise ValueError(f"{manager.directory / str(step)}: is damaged (its sha256 is another)")
     # Orbax ties arrays to a device, new ones are not: programs would compile anew, and differ.
     stored = jax.tree.map(lambda leaf: jnp.array(np.asarray(leaf)), items["state"])
     state = stored.replace(key=jax.random.wrap_key_data(stored.key))
-    return Restored(step=step, state=state, meta=items["meta"])
+    return Restored(step=step, state=state, meta=meta)
 
 
-def _digest(state: TrainState) -> str:
-    """Hash names, dtypes and bytes of all arrays; orbax reads a changed byte without a word."""
-    digest = hashlib.sha256()
+def _digest(state: TrainState, meta: Mapping[str, Any]) -> str:
+    """Hash meta and arrays by name, dtype and bytes; orbax reads a changed byte without a word."""
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, array in flatten_arrays(state).items():
         array = np.ascontiguousarray(array)
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -120,8 +125,12 @@ def _read(manager: ocp.CheckpointManager, step: int, template: TrainState) -> Ma
             ),
         )
     except Exception as error:  # orbax and tensorstore raise kinds of their own
-        reason = textwrap.shorten(first_line(error), 200, placeholder=" ...")
-        raise ValueError(f"{manager.directory / str(step)}: cannot be read ({reason})") from error
+        place = manager.directory / str(step)
+        raise ValueError(f"{place}: cannot be read ({_reason(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    return textwrap.shorten(first_line(error), 200, placeholder=" ...")
 
 
 def _template(like: TrainState) -> TrainState:

@@ -3,10 +3,11 @@
 Nothing heavy is imported before a command runs, so --help and --print-config answer at once.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from qerl_jax import __version__
 from qerl_jax.cli_commands import COMMANDS
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    _write_utf8()
     try:
         code = _run([a for a in arguments if a != "--debug"])
         sys.stdout.flush()
@@ -39,7 +41,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 2
 
 
+def run() -> NoReturn:
+    """Run the command line of this process, and end it."""
+    code = main()
+    if code:
+        sys.stdout.flush()
+        # Not sys.exit: threads of JAX and orbax, stopped in the middle, would print tracebacks or
+        # crash while the interpreter takes itself apart.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _write_utf8() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what it is in a test or a notebook stays
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
 def _run(arguments: list[str]) -> int:
+    for text in arguments:
+        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{text!r} is not valid text")
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         print(overview(COMMANDS))
@@ -57,11 +79,12 @@ def _run(arguments: list[str]) -> int:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return str(error) or "interrupted"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} (more with --debug)"
+    whole = r"\n".join(lines)  # a value may hold a line break
+    return whole if len(whole) <= 300 else f"{lines[0]} (more with --debug)"
 
 
 def _load(command: str, path: str | None, overrides: list[str]) -> ExperimentConfig:

@@ -53,6 +53,9 @@ def parse_command(name: str, command: Command, arguments: Sequence[str]) -> dict
     parsed, unexpected = _build_parser(name, command).parse_known_args(rest)
     if unexpected:
         raise ValueError(f'{name}: unexpected argument "{unexpected[0]}"; see qerl {name} --help')
+    for flag, value in vars(parsed).items():
+        if value == "":
+            raise ValueError(f"{name}: {flag} is empty; see qerl {name} --help")
     return {**vars(parsed), **({"overrides": overrides} if command.overrides else {})}
 
 
@@ -90,6 +93,8 @@ def _build_parser(name: str, command: Command) -> argparse.ArgumentParser:
         parser.add_argument(*flags, **options)
 
     def refuse(message: str) -> NoReturn:
+        if message.endswith("expected one argument") or message.endswith("at least one argument"):
+            message += " (one that begins with - is written --flag=VALUE)"
         raise ValueError(f"{name}: {message}; see qerl {name} --help")
 
     parser.error = refuse  # argparse would print its usage and exit

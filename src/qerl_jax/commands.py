@@ -1,6 +1,7 @@
 """What the other subcommands of `qerl` do; cli.py parses, this runs."""
 
 import dataclasses
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -81,10 +82,10 @@ def evaluate(
     out: str | None = None,
 ) -> None:
     """Evaluate the base model, or an adapter on it, with the config's eval section."""
-    if out:
+    if out is not None:
         check_output(out)
     trainable = None
-    if adapter:  # before the weights are read
+    if adapter is not None:  # before the weights are read
         folder = open_model(
             config.model.path, dtype=config.model.compute_dtype, text=False, field="model.path"
         )
@@ -96,14 +97,14 @@ def evaluate(
         print(f"{dropped} problems are longer than data.max_prompt_tokens and left out")
     report, rows = run_evaluation(experiment, trainable, prompts[:limit], print)
     print(f"{adapter or 'base model'}: {describe_report(report)}")
-    if out:
+    if out is not None:
         lines = [{"report": report_record(report)}, *(dataclasses.asdict(row) for row in rows)]
         write_lines(out, lines)
 
 
 def quantize(*, model: str, out: str, scale_rounding: str) -> None:
     """Write a model folder's NVFP4 twin in the compressed-tensors format."""
-    if Path(out).exists():
+    if os.path.lexists(out):
         raise FileExistsError(f"--out: {out} exists")
     folder = open_model(model, dtype="float32", text=False)
     if read_config(folder.path).get("quantization_config") is not None:
@@ -122,11 +123,14 @@ def convert(*, gguf: str, out: str, tie: bool) -> None:
 def export_adapter(*, run_dir: str, out: str, step: int | None) -> None:
     """Write a checkpoint of a run as a PEFT adapter."""
     path = Path(run_dir)
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out}: exists")
     if not (path / run_folder.CONFIG).is_file():
         raise FileNotFoundError(f"{run_dir}: is not a run folder (no {run_folder.CONFIG})")
     config = load_config(path / run_folder.CONFIG)
     shapes = abstract_params(open_experiment_model(config).config)
-    state = jax.eval_shape(partial(init_state, config, build_optimizer(config)), shapes)
+    make_state = partial(init_state, config, build_optimizer(config), read_init_from=False)
+    state = jax.eval_shape(make_state, shapes)
     manager = checkpoint.open_checkpoints(path / run_folder.CHECKPOINTS, read_only=True)
     restored = checkpoint.restore(manager, state, step=step)
     if restored is None:

@@ -101,7 +101,7 @@ class LossConfig:
 
     name: str = "grpo"  # name in rl.losses.POLICY_LOSSES, or module:function
     aggregation: Literal["auto", "token_mean", "sequence_mean", "fixed_length_mean"] = "auto"
-    advantage: str = "group_bessel"  # name in rl.advantages.ADVANTAGES, or module:function
+    advantage: str = "auto"  # auto: the loss's; or a name in rl.ADVANTAGES, or module:function
     advantage_eps: float = 1e-4  # added to the group's standard deviation
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2

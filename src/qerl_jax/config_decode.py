@@ -62,7 +62,7 @@ def parse_text(kind: Any, text: str) -> Any:
         return [parse_text(args[0], part.strip()) for part in inner.split(",")] if inner else []
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: an impossible date
         return text  # decode says what was expected
 
 
@@ -150,6 +150,8 @@ def _decode_scalar(kind: type, value: Any) -> Any:
         return float(value)  # PyYAML reads 3e-5, without a dot, as a string
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 2**1000 else None
+    if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+        return None  # no file or tokenizer would take it
     return value if type(value) is kind else None
 
 
@@ -165,7 +167,9 @@ def _show(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool | str):
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+    elif isinstance(value, int) and abs(value) >= 2**1000:
+        text = "an integer of hundreds of digits"  # Python writes no more than 4,300 of them
     else:
         text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -58,7 +58,7 @@ def diff_configs(old: ExperimentConfig, new: ExperimentConfig) -> list[str]:
 
 def _read_with_bases(path: Path, *, ancestors: tuple[Path, ...]) -> dict[str, Any]:
     chain = " -> ".join(str(p) for p in (*ancestors, path))
-    if path.resolve() in (p.resolve() for p in ancestors):
+    if os.path.realpath(path) in map(os.path.realpath, ancestors):
         raise ValueError(f"{ancestors[-1]}: base: the files form a cycle: {chain}")
     if len(ancestors) > MAX_BASE_DEPTH:
         raise ValueError(f"{ancestors[-1]}: base: deeper than {MAX_BASE_DEPTH} files: {chain}")

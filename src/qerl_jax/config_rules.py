@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from qerl_jax.config import PROJECTIONS, ExperimentConfig
+from qerl_jax.config import PROJECTIONS, DataConfig, ExperimentConfig
 
 BOUNDS = {
     "seed": "[0, 4294967295]",  # jax.random.key keeps 32 bits
@@ -62,10 +62,26 @@ LARGEST = 1_000_000_000  # where an interval says inf: beyond lie slips of the h
 GEOMETRIC_SCHEDULES = ("released", "paper_eq8", "algorithm1")  # they divide by sigma_start
 READ_BY = {  # fields of `data` that only some sources read
     "subset": ("hub",),
+    "train_split": ("hub",),
+    "eval_split": ("hub",),
     "train_path": ("jsonl",),
     "eval_path": ("jsonl",),
     "task": ("arithmetic", "reasoning_gym"),
+    "question_field": ("hub", "jsonl"),
+    "answer_field": ("hub", "jsonl"),
+    "answer_marker": ("hub", "jsonl"),
 }
+_NOT_EMPTY = (
+    "run_dir",
+    "model.path",
+    "lora.init_from",
+    "data.train_path",
+    "data.eval_path",
+    "data.question_field",
+    "data.answer_field",
+    "data.answer_marker",
+    "eval.correct",
+)
 _USER_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -79,10 +95,10 @@ def validate_config(config: ExperimentConfig) -> None:
         problem = None if value is None else interval_problem(value, interval)
         if problem:
             raise ValueError(f"{name}: {problem}")
-    if not config.run_dir.strip():
-        raise ValueError("run_dir: is empty")
-    if not config.model.path.strip():
-        raise ValueError("model.path: is empty")
+    for name in _NOT_EMPTY:
+        value = _get(config, name)
+        if value is not None and not value.strip():
+            raise ValueError(f"{name}: is empty")
     _check_names(config)
     _check_aqn(config)
     _check_data(config)
@@ -93,13 +109,12 @@ def validate_config(config: ExperimentConfig) -> None:
 
 def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
     """Return notes on settings that are allowed and may surprise."""
-    rollout, loss, evaluation = config.rollout, config.loss, config.eval
+    rollout, loss, evaluation, data = config.rollout, config.loss, config.eval, config.data
+    inert = config.optimizer.num_iterations == 1 and loss.old_logprobs == "trainer"
     truncated = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     notes = (
         (
-            config.optimizer.num_iterations == 1
-            and loss.old_logprobs == "trainer"
-            and (loss.epsilon_low, loss.epsilon_high) != (0.2, 0.2),
+            inert and (loss.epsilon_low, loss.epsilon_high) != (0.2, 0.2),
             "loss.epsilon_low, loss.epsilon_high: clipping is inert, the ratio is always 1 "
             "(optimizer.num_iterations: 1 and loss.old_logprobs: trainer)",
         ),
@@ -127,6 +142,14 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
         (
             config.aqn.enabled and config.aqn.sigma_start == 0,
             "aqn.enabled: sigma_start is 0, so no noise is added",
+        ),
+        (
+            data.source == "jsonl" and data.train_path == data.eval_path,
+            "data.eval_path: is data.train_path, so no problem is held out",
+        ),
+        (
+            loss.name == "dapo" and loss.epsilon_high <= loss.epsilon_low and not inert,
+            "loss.epsilon_high: DAPO's upper clip is the wider one, 0.28 against 0.2",
         ),
     )
     return tuple(text for holds, text in notes if holds)
@@ -201,7 +224,7 @@ def _check_aqn(config: ExperimentConfig) -> None:
 def _check_data(config: ExperimentConfig) -> None:
     data = config.data
     for name, sources in READ_BY.items():
-        if getattr(data, name) and data.source not in sources:
+        if getattr(data, name) != getattr(DataConfig(), name) and data.source not in sources:
             allowed = " and ".join(sources)
             raise ValueError(f"data.{name}: is read for source {allowed} only, not {data.source}")
     for name in ("train_path", "eval_path"):
@@ -257,6 +280,11 @@ def _check_optimizer(config: ExperimentConfig) -> None:
             "(rollout.prompts_per_step x rollout.num_generations)"
         )
     steps = config.train.total_steps * optimizer.num_iterations
+    if steps > LARGEST:
+        raise ValueError(
+            f"optimizer.num_iterations: train.total_steps x optimizer.num_iterations is {steps}, "
+            f"expected at most {LARGEST}"
+        )
     if optimizer.warmup_steps >= steps:
         raise ValueError(
             f"optimizer.warmup_steps: expected < {steps} "

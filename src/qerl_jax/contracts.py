@@ -1,4 +1,4 @@
-"""Checks of a user's own functions on tiny arguments, before a run starts.
+"""Checks of a user's own functions, before a run starts and of what they give in it.
 
 What broadcasts or converts by itself would train on a wrong number, and never say so.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from qerl_jax.data.messages import first_line
 from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, ScheduleMaker, TokenLossFn
 from qerl_jax.resolve import bind_keywords
 
-_SHAPE = (2, 3)
 # Statistics are logged beside these.
 RESERVED = frozenset(
     "step epoch sigma noise_max_relative learning_rate reward reward_std kept_groups groups "
@@ -25,18 +25,21 @@ RESERVED = frozenset(
 )
 
 
-def check_token_loss(fn: TokenLossFn, *, place: str, reference: bool) -> None:
+def check_token_loss(
+    fn: TokenLossFn, *, place: str, reference: bool, shape: tuple[int, int]
+) -> None:
     """Check that a loss gives (loss, statistics), both [batch, completion].
 
     Args:
         fn: with its hyperparameters bound; it is traced, not computed.
         place: what to name in messages, e.g. "loss.name: my_losses:my_loss".
         reference: whether ref_logprobs will be there; None if not.
+        shape: [batch, completion] of a micro-batch.
 
     Raises ValueError.
     """
-    tokens = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
-    rows = jax.ShapeDtypeStruct(_SHAPE[:1], jnp.float32)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.float32)
+    rows = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     trace = partial(_call, place, jax.eval_shape, fn, tokens, tokens)
     try:
         result = trace(tokens if reference else None, rows, tokens)
@@ -58,48 +61,58 @@ def check_token_loss(fn: TokenLossFn, *, place: str, reference: bool) -> None:
         if name in RESERVED or "/" in name:
             raise ValueError(f"{place}: a statistic cannot be named {name!r}, which is ours")
     for name, value in {"the loss": losses, **statistics}.items():
-        if value.shape != _SHAPE or not jnp.issubdtype(value.dtype, jnp.floating):
+        array = isinstance(value, jax.ShapeDtypeStruct)
+        if not (array and value.shape == shape and jnp.issubdtype(value.dtype, jnp.floating)):
+            found = f"{value.dtype}{list(value.shape)}" if array else _kind(value)
             raise ValueError(
-                f"{place}: {name} is {value.dtype}{list(value.shape)}, not a float of each token, "
-                f"[batch, completion] = {list(_SHAPE)}; means are taken later (loss.aggregation)"
+                f"{place}: {name} is {found}, not a float of each token, "
+                f"[batch, completion] = {list(shape)}; means are taken later (loss.aggregation)"
             )
 
 
-def check_advantage(fn: AdvantageFn, *, place: str) -> None:
-    """Check that an advantage gives a finite number for each reward, [prompts, group].
+def make_advantage(fn: AdvantageFn, *, place: str, shape: tuple[int, int]) -> AdvantageFn:
+    """Return `fn` with its result checked: a finite number for each reward, [prompts, group].
 
-    Raises ValueError.
+    It is tried on unequal and on equal rewards of that shape. Raises ValueError, here or later.
     """
-    rewards = jnp.array([[1.0, 0.0, 0.5], [1.0, 1.0, 1.0]])
-    advantages = _call(place, lambda: jnp.asarray(fn(rewards)))
-    if advantages.shape != rewards.shape:
-        raise ValueError(
-            f"{place}: gave shape {list(advantages.shape)} for rewards [prompts, group] = "
-            f"{list(rewards.shape)}"
-        )
-    if not jnp.isfinite(advantages).all():
-        raise ValueError(f"{place}: gave {advantages.tolist()} for rewards {rewards.tolist()}")
+
+    def advantage(rewards: Float[Array, "prompts group"]) -> Float[Array, "prompts group"]:
+        result = _call(place, lambda: jnp.asarray(fn(rewards)))
+        if result.shape != rewards.shape:
+            raise ValueError(
+                f"{place}: gave shape {list(result.shape)} for rewards [prompts, group] = "
+                f"{list(rewards.shape)}"
+            )
+        if jnp.issubdtype(result.dtype, jnp.complexfloating) or not jnp.isfinite(result).all():
+            raise ValueError(f"{place}: gave {result.tolist()} for rewards {rewards.tolist()}")
+        return result.astype(jnp.float32)
+
+    advantage(jnp.arange(math.prod(shape), dtype=jnp.float32).reshape(shape) % 2)
+    advantage(jnp.ones(shape, jnp.float32))
+    return advantage
 
 
-def make_schedule(maker: ScheduleMaker, *, place: str, **settings: Any) -> Schedule:
-    """Call a schedule maker with those of `settings` that it takes.
+def make_schedule(
+    maker: ScheduleMaker, *, place: str, total_steps: int, **settings: Any
+) -> Schedule:
+    """Call a schedule maker with those settings that it takes; what it gives is checked.
 
-    Raises ValueError.
+    It is tried at up to a thousand steps from the first to the last. Raises ValueError, here or
+    later, for what is not a standard deviation.
     """
-    bound = bind_keywords(maker, settings, field=place)
-    return _call(place, bound)
+    bound = bind_keywords(maker, {**settings, "total_steps": total_steps}, field=place)
+    schedule = _call(place, bound)
 
-
-def check_schedule(schedule: Schedule, *, total_steps: int, place: str) -> None:
-    """Check that a noise schedule gives a standard deviation at the ends and in the middle.
-
-    Raises ValueError.
-    """
-    for step in (0, total_steps // 2, total_steps - 1):
-        sigma = _call(place, schedule, step)
-        number = math.nan if isinstance(sigma, str) else _call(place, float, sigma)
+    def sigma(step: int) -> float:
+        value = _call(place, schedule, step)
+        number = math.nan if isinstance(value, str) else _call(place, float, value)
         if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{place}: gave {sigma!r} at step {step}, not a sigma >= 0")
+            raise ValueError(f"{place}: gave {value!r} at step {step}, not a sigma >= 0")
+        return number
+
+    for step in (*range(0, total_steps, math.ceil(total_steps / 1000)), total_steps - 1):
+        sigma(step)
+    return sigma
 
 
 def check_reward(fn: RewardFn, *, place: str) -> None:

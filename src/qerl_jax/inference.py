@@ -16,7 +16,7 @@ from jaxtyping import Array
 from qerl_jax.base_model import ModelFolder, check_ids, load_weights, open_model
 from qerl_jax.data import Example, Prompt, build_prompt, decode_completion, left_pad
 from qerl_jax.lora import LoraAdapter, Trainable, overlay_norms
-from qerl_jax.metrics import read_rows, write_lines
+from qerl_jax.metrics import is_stream, read_rows, write_lines
 from qerl_jax.models import abstract_params
 from qerl_jax.models.score import score_tokens
 from qerl_jax.peft import import_adapter
@@ -47,22 +47,24 @@ class LoadedModel:
 def _load(folder: ModelFolder, adapter: str | None, *, quantize: bool) -> LoadedModel:
     # The adapter first: it is small, and a wrong one is refused before the weights are read.
     trainable = None
-    if adapter:
+    if adapter is not None:
         trainable = import_adapter(adapter, abstract_params(folder.config), field="--adapter")
     params = load_weights(folder, quantize=quantize, scale_rounding="float32")
     return LoadedModel(folder, params, trainable)
 
 
-def check_output(target: str) -> None:
+def check_output(target: str, *, source: str = "-") -> None:
     """Refuse a file that could not be written, before any work is done for it.
 
-    Raises ValueError.
+    `source` is the file that is read, which the output must not replace. Raises ValueError.
     """
-    parent = Path(target).parent
-    if target == "-":
-        return
     if Path(target).is_dir():
         raise ValueError(f"--out: {target} is a folder")
+    if target == "-" or is_stream(target):
+        return
+    parent = Path(os.path.realpath(target)).parent
+    if source != "-" and os.path.realpath(source) == os.path.realpath(target):
+        raise ValueError(f"--out: {target} is the file that --in reads")
     if not parent.is_dir():
         raise ValueError(f"--out: {target} cannot be written, as {parent} is no folder")
     if not os.access(parent, os.W_OK):
@@ -84,7 +86,7 @@ def score(
 
     Raises ValueError naming the line at fault; nothing is written then.
     """
-    check_output(output)
+    check_output(output, source=input)
     rows = list(read_rows(input))
     if not rows:
         raise ValueError(f"{'standard input' if input == '-' else input}: holds no rows")
@@ -129,6 +131,10 @@ def _score_row(
         top_k=max(top_k, 1),
     )
     logprobs = _floats(scores.next_logprobs[0, : len(ids) - 1])
+    if not np.isfinite(logprobs).all():
+        raise ValueError(
+            f"{loaded.folder.path}: its log-probs are not finite in {loaded.folder.config.dtype}"
+        )
     record = {"ids": ids, "logprobs": logprobs, "nll": _total(-value for value in logprobs)}
     if top_k:
         record["top_ids"] = np.asarray(scores.top_ids[0, : len(ids)]).tolist()

@@ -160,7 +160,7 @@ def _micro_loss(
 def _means(sums):
     """Turn summed statistics into means per token."""
     tokens = jnp.maximum(sums["completion_tokens"], 1.0)
-    loss_tokens = jnp.maximum(sums["loss_tokens"], 1.0)
+    loss_tokens = sums["loss_tokens"]  # without any (all truncated, say) there is no mean: NaN
     means = {name: total / loss_tokens for name, total in sums["statistics"].items()}
     means["entropy"] = sums["entropy"] / tokens
     means["logprob_gap"] = sums["logprob_gap"] / tokens

@@ -13,14 +13,19 @@ TIMING_PREFIX = "time/"  # wall-clock fields: the only ones that a resumed run m
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file under a temporary name and rename it, so that it is never half-written."""
+    """Write a file under a temporary name and rename it, so that it is never half-written.
+
+    A link is followed, and a file that is replaced leaves its mode.
+    """
+    path = Path(os.path.realpath(path))
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -42,13 +47,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return []
     records = []
     # Only "\n" ends a line: str.splitlines also splits at characters that a sample may hold.
-    for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
+    lines = path.read_bytes().rstrip(b"\n").split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            break
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number}: is not valid JSON") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}:{len(records) + 1}: holds no record")
+            raise ValueError(f"{path}:{number}: holds no record")
         records.append(record)
     return records
 
@@ -152,7 +160,8 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     name = "standard input" if source == "-" else source
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
+        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: is not UTF-8 text (byte {error.start})") from error
     for number, line in enumerate(text.split("\n"), start=1):
@@ -172,10 +181,19 @@ def read_rows(source: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name}:{number}", row
 
 
+def is_stream(target: str) -> bool:
+    """Tell a device, a pipe or an open file of the process from a file that can be replaced."""
+    path = Path(target)
+    opened = target.startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    return opened or (path.exists() and not path.is_file())
+
+
 def write_lines(target: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Write records as JSONL to a file, whole or not at all, or to standard output ("-")."""
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     if target == "-":
         sys.stdout.write(text)
+    elif is_stream(target):
+        Path(target).write_text(text, encoding="utf-8")
     else:
         write_atomically(Path(target), text)

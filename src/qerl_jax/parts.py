@@ -10,10 +10,9 @@ import optax
 from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.contracts import (
-    check_advantage,
     check_reward,
-    check_schedule,
     check_token_loss,
+    make_advantage,
     make_schedule,
 )
 from qerl_jax.optim import learning_rate_at, make_optimizer
@@ -40,8 +39,8 @@ class Parts:
 
 def build_parts(config: ExperimentConfig) -> Parts:
     """Look up and bind the functions that the config names."""
-    aqn, reward = config.aqn, config.reward
-    advantage, for_advantage = _advantage(config)
+    aqn, reward, rollout = config.aqn, config.reward, config.rollout
+    advantage_name, advantage, for_advantage = _advantage(config)
     schedule = load_function(aqn.schedule, field="aqn.schedule", table=AQN_SCHEDULES)
     rewards = {name: _reward(name, field="reward.functions") for name in reward.functions}
     correct = config.eval.correct or reward.functions[0]
@@ -50,7 +49,7 @@ def build_parts(config: ExperimentConfig) -> Parts:
         # Judged and logged beside the rewards, without a part in them.
         rewards[correct] = _reward(correct, field="eval.correct")
         weights = (*weights, 0.0)
-    parts = Parts(
+    return Parts(
         schedule=make_schedule(
             schedule,
             place=f"aqn.schedule: {aqn.schedule}",
@@ -61,36 +60,22 @@ def build_parts(config: ExperimentConfig) -> Parts:
         ),
         score_fn=combine_rewards(rewards, weights),
         correct_name=correct,
-        advantage_fn=advantage,
-        token_loss=_policy_loss(config, for_advantage),
+        advantage_fn=make_advantage(
+            advantage,
+            place=f"loss.advantage: {advantage_name}",
+            shape=(rollout.prompts_per_step, rollout.num_generations),
+        ),
+        token_loss=_policy_loss(config, advantage_name, for_advantage),
         aggregation=_aggregation(config),
         learning_rate=partial(learning_rate_at, **_rate(config)),
         optimizer=build_optimizer(config),
     )
-    _check_parts(config, parts)
-    return parts
 
 
 def _reward(name: str, *, field: str) -> RewardFn:
     reward = load_function(name, field=field, table=REWARDS)
     check_reward(reward, place=f"{field}: {name}")
     return reward
-
-
-def _check_parts(config: ExperimentConfig, parts: Parts) -> None:
-    """Refuse functions of the user's that would fail later, or broadcast."""
-    loss, aqn = config.loss, config.aqn
-    check_token_loss(
-        parts.token_loss,
-        place=f"loss.name: {loss.name}",
-        reference=loss.beta > 0 or loss.log_kl,
-    )
-    check_advantage(parts.advantage_fn, place=f"loss.advantage: {loss.advantage}")
-    check_schedule(
-        parts.schedule,
-        total_steps=config.train.total_steps,
-        place=f"aqn.schedule: {aqn.schedule}",
-    )
 
 
 def build_optimizer(config: ExperimentConfig) -> optax.GradientTransformation:
@@ -116,35 +101,49 @@ def _rate(config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def _advantage(config: ExperimentConfig) -> tuple[AdvantageFn, frozenset[str]]:
-    """Bind the advantage; returns it and the names of the hyperparameters it takes."""
+def _advantage(config: ExperimentConfig) -> tuple[str, AdvantageFn, frozenset[str]]:
+    """Bind the advantage; returns (name, function, names of the hyperparameters it takes)."""
     loss = config.loss
-    chosen = load_function(loss.advantage, field="loss.advantage", table=ADVANTAGES)
-    names = keyword_names(chosen)
-    extra = {name: value for name, value in loss.extra.items() if name in names}
+    known = POLICY_LOSSES.get(loss.name)
+    name = loss.advantage
+    if name == "auto":
+        name = known.advantage if known else "group_bessel"
+    chosen = load_function(name, field="loss.advantage", table=ADVANTAGES)
+    names = keyword_names(chosen, field=f"loss.advantage: {name}")
+    extra = {key: value for key, value in loss.extra.items() if key in names}
     available = {"eps": loss.advantage_eps}
-    return bind_keywords(chosen, available, extra=extra, field="loss.extra"), names
+    return name, bind_keywords(chosen, available, extra=extra, field="loss.extra"), names
 
 
-def _policy_loss(config: ExperimentConfig, for_advantage: frozenset[str]) -> TokenLossFn:
-    """Bind the loss to the hyperparameters it takes.
+def _policy_loss(
+    config: ExperimentConfig, advantage: str, for_advantage: frozenset[str]
+) -> TokenLossFn:
+    """Bind the loss to the hyperparameters it takes, and check it.
 
     `for_advantage`: names that the advantage takes of loss.extra.
     """
-    loss = config.loss
+    loss, rollout, place = config.loss, config.rollout, f"loss.name: {config.loss.name}"
     table = {name: entry.token_loss for name, entry in POLICY_LOSSES.items()}
     chosen = load_function(loss.name, field="loss.name", table=table)
-    names = keyword_names(chosen)
+    names = keyword_names(chosen, field=place)
     if loss.beta != 0 and "beta" not in names:
         raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
     for name in loss.extra:
         if name not in names | for_advantage:
             raise ValueError(
                 f'loss.extra: "{name}" is a keyword-only parameter of neither {loss.name} nor '
-                f"{loss.advantage}{nearest_hint(name, names | for_advantage)}"
+                f"{advantage}{nearest_hint(name, names | for_advantage)}"
             )
     extra = {name: value for name, value in loss.extra.items() if name in names}
-    return bind_keywords(chosen, asdict(loss), extra=extra, field="loss.extra")
+    bound = bind_keywords(chosen, asdict(loss), extra=extra, field="loss.extra")
+    rows = config.optimizer.micro_batch_size or rollout.prompts_per_step * rollout.num_generations
+    check_token_loss(
+        bound,
+        place=place,
+        reference=loss.beta > 0 or loss.log_kl,
+        shape=(rows, rollout.max_completion_tokens),
+    )
+    return bound
 
 
 def _aggregation(config: ExperimentConfig) -> str:

@@ -43,6 +43,7 @@ _PLAIN = {
     "layer_replication": ([], None),
     "trainable_token_indices": ([], {}, None),
     "target_parameters": ([], None),
+    "exclude_modules": ([], "", None),
     "alora_invocation_tokens": ([], None),
     "arrow_config": ({}, None),
     "kasa_config": ({}, None),
@@ -51,6 +52,11 @@ _PLAIN = {
     "velora_config": ({}, None),
     # Others (pissa, olora, loftq, corda, ...) take a part out of the base weights.
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+}
+_KINDS = {
+    "use_rslora": bool | None,
+    "target_modules": list | str | None,  # a string is a pattern
+    "modules_to_save": list | None,
 }
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -101,7 +107,7 @@ def import_adapter(
             projections (and the two block norms); or a tensor is unknown, missing, not finite or
             of a shape that the model does not have.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise ValueError(f"{field}: {folder}: no such adapter folder")
     config = _read_plain_config(folder)
@@ -176,6 +182,9 @@ def _read_plain_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     for name, plain in _PLAIN.items():
         if config.get(name) not in plain:
+            raise ValueError(f"{path}: {name}: {config.get(name)!r} is not supported")
+    for name, kinds in _KINDS.items():
+        if not isinstance(config.get(name), kinds):
             raise ValueError(f"{path}: {name}: {config.get(name)!r} is not supported")
     if type(config.get("r")) is not int or config["r"] < 1:
         raise ValueError(f"{path}: r: {config.get('r')!r} is not a positive integer")

@@ -42,9 +42,12 @@ def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
     return function
 
 
-def keyword_names(fn: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of the keyword-only parameters of fn: the hyperparameters it takes."""
-    return frozenset(p.name for p in _keyword_parameters(fn))
+def keyword_names(fn: Callable[..., Any], *, field: str) -> frozenset[str]:
+    """Return the names of the keyword-only parameters of fn: the hyperparameters it takes.
+
+    Raises ValueError, naming `field`, for a function whose parameters Python cannot tell.
+    """
+    return frozenset(p.name for p in _keyword_parameters(fn, field))
 
 
 def bind_keywords(
@@ -68,12 +71,13 @@ def bind_keywords(
     """
     extra = extra or {}
     name = getattr(fn, "__name__", repr(fn))
-    parameters = _keyword_parameters(fn)
+    parameters = _keyword_parameters(fn, field)
+    known = [parameter.name for parameter in parameters]
     for key in extra:
         if key in available:
             raise ValueError(f'{field}: "{key}" has a field of its own; set it there')
-        if key not in keyword_names(fn):
-            near = nearest_hint(key, keyword_names(fn))
+        if key not in known:
+            near = nearest_hint(key, known)
             raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
     values = {**available, **extra}
     for parameter in parameters:
@@ -82,8 +86,11 @@ def bind_keywords(
     return functools.partial(fn, **{p.name: values[p.name] for p in parameters if p.name in values})
 
 
-def _keyword_parameters(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    parameters = inspect.signature(fn).parameters.values()
+def _keyword_parameters(fn: Callable[..., Any], field: str) -> tuple[inspect.Parameter, ...]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError) as error:  # some classes and functions written in C
+        raise ValueError(f"{field}: {error}") from error
     return tuple(p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 

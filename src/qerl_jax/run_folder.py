@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
@@ -23,13 +24,14 @@ SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
-LOCK = ".lock"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
 def run_path(config: ExperimentConfig) -> Path:
-    """Return the folder of a run; ~ is the home folder, as in a shell."""
-    return Path(config.run_dir).expanduser()
+    """Return the folder of a run; ~ is the home folder, links are followed."""
+    path = Path(os.path.expanduser(config.run_dir))
+    indirect = path.is_symlink() or ".." in path.parts
+    return Path(os.path.realpath(path)) if indirect else path
 
 
 def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> None:
@@ -39,11 +41,20 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
     """
     path = run_path(config)
     _check_writable(path)
+    if _lock_file(path).exists():
+        with locked(path):
+            pass
+    _check_contents(config, path, resume=resume, overwrite=overwrite)
+
+
+def _check_contents(config: ExperimentConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
     holds_run = (path / CONFIG).is_file()
     occupied = path.is_dir() and any(path.iterdir())
     if resume:
         if not holds_run:
             raise FileNotFoundError(f"run_dir: {path} holds no run to resume (no {CONFIG})")
+        if (path / CHECKPOINTS).exists() and not (path / CHECKPOINTS).is_dir():
+            raise FileExistsError(f"run_dir: {path / CHECKPOINTS} is not a folder")
         check_same(config, load_config(path / CONFIG), path)
     elif occupied and not overwrite:
         raise FileExistsError(
@@ -51,9 +62,18 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
         )
     elif occupied and not holds_run:
         raise FileExistsError(f"run_dir: {path} is not a run folder (no {CONFIG}), so it stays")
-    if (path / LOCK).exists():
-        with locked(path):
-            pass
+    elif _aside(path).exists() and not overwrite:
+        raise FileExistsError(
+            f"run_dir: {_aside(path)} holds the run that an --overwrite which was killed would "
+            "have replaced; move it, or repeat --overwrite"
+        )
+    origin = config.lora.init_from
+    if overwrite and origin and _realpath(path) in (_realpath(origin), *_realpath(origin).parents):
+        raise ValueError(f"lora.init_from: {origin} lies in the run that --overwrite replaces")
+
+
+def _realpath(path: str | Path) -> Path:
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def _check_writable(path: Path) -> None:
@@ -64,6 +84,11 @@ def _check_writable(path: Path) -> None:
         raise FileExistsError(f"run_dir: {path} cannot be a folder: {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(f"run_dir: {path} cannot be written: no permission for {nearest}")
+
+
+def has_checkpoint(config: ExperimentConfig) -> bool:
+    """Tell whether the run has a whole checkpoint; temporary ones have other names."""
+    return any(p.name.isdecimal() for p in (run_path(config) / CHECKPOINTS).glob("*"))
 
 
 def check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -> None:
@@ -87,55 +112,90 @@ def check_same(config: ExperimentConfig, stored: ExperimentConfig, path: Path) -
         raise ValueError(f"run_dir: {path} belongs to another config: {'; '.join(differences)}")
 
 
-def create_run(config: ExperimentConfig, *, overwrite: bool) -> Path:
-    """Make the run folder with its resolved config and environment; returns its path.
+@contextmanager
+def open_run(
+    config: ExperimentConfig, *, resume: bool = False, overwrite: bool = False
+) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Hold the run folder, made anew unless `resume`, for this process.
 
-    A run that is replaced is moved aside, and put back on failure; `on_trial` drops it.
-    Raises OSError naming run_dir when the folder cannot be written.
+    Yields its path and what to call once a step is on disk. A failure before that removes what
+    is new. A run that is replaced lies aside until then, and is put back on failure.
+
+    Raises ValueError or OSError as `check_run`, or when the folder cannot be written.
     """
-    path = run_path(config)
-    texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
-    try:
+    path, aside = run_path(config), _aside(run_path(config))
+    has_step = False
+
+    def prove() -> None:
+        nonlocal has_step
+        if not has_step:
+            shutil.rmtree(aside, ignore_errors=True)
+        has_step = True
+
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if overwrite and path.exists():
-            shutil.rmtree(_aside(path), ignore_errors=True)
-            path.rename(_aside(path))
+    with locked(path):
+        _check_contents(config, path, resume=resume, overwrite=overwrite)
+        with _naming(path):
+            was_empty = path.is_dir() and not any(path.iterdir())
+            if not resume and not was_empty and path.exists():
+                _move_aside(path)
         try:
-            path.mkdir(exist_ok=True)
-            for name, text in texts.items():
-                write_atomically(path / name, text)
+            if not resume:
+                with _naming(path):
+                    _create(config, path)
+            yield path, prove
         except BaseException:
-            _undo(path)
+            if not (resume or has_step):
+                _remove(path, keep_folder=was_empty)
+                if aside.exists():
+                    aside.rename(path)
             raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
-    return path
 
 
 @contextmanager
-def on_trial(path: Path) -> Iterator[Callable[[], None]]:
-    """Yield what to call once the new run has a step: it drops the run moved aside.
-
-    A failure before that removes the new run, and puts the old one back if there was one.
-    """
+def _naming(path: Path) -> Iterator[None]:
     try:
-        yield lambda: shutil.rmtree(_aside(path), ignore_errors=True)
-    except BaseException:
-        _undo(path)
-        raise
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
+
+
+def _move_aside(path: Path) -> None:
+    if _aside(path).exists() and not (path / METRICS).exists():
+        # An --overwrite was killed before its first step: the run to keep lies aside already.
+        shutil.rmtree(path)
+    else:
+        shutil.rmtree(_aside(path), ignore_errors=True)
+        path.rename(_aside(path))
+
+
+def _create(config: ExperimentConfig, path: Path) -> None:
+    texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
+    path.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        write_atomically(path / name, text)
+
+
+def _remove(path: Path, *, keep_folder: bool) -> None:
+    """Remove what a run has written: all that there is, as its folder was new or empty."""
+    for child in path.iterdir() if path.is_dir() else ():
+        if child.is_dir():
+            shutil.rmtree(child, ignore_errors=True)
+        else:
+            child.unlink(missing_ok=True)
+    if path.is_dir() and not keep_folder:
+        path.rmdir()
 
 
 def _aside(path: Path) -> Path:
     return path.absolute().with_name(f".{path.absolute().name}.replaced")
 
 
-def _undo(path: Path) -> None:
-    replaces = _aside(path).exists()
-    if replaces or not (path / METRICS).exists():
-        shutil.rmtree(path, ignore_errors=True)
-    if replaces:
-        _aside(path).rename(path)
+def _lock_file(path: Path) -> Path:
+    # Beside the folder, which may be renamed.
+    return path.absolute().with_name(f".{path.absolute().name}.lock")
 
 
 @contextmanager
@@ -144,12 +204,26 @@ def locked(path: Path) -> Iterator[None]:
 
     Raises ValueError when another process holds it.
     """
-    with (path / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"run_dir: {path} is in use by another process") from None
-        yield
+    while True:
+        with _lock_file(path).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"run_dir: {path} is in use by another process") from None
+            if not _is_at(file, _lock_file(path)):
+                continue  # its holder has just removed it
+            try:
+                yield
+            finally:
+                _lock_file(path).unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _as_json(value: dict[str, str]) -> str:

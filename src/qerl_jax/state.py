@@ -36,12 +36,20 @@ def describe(trainable: Trainable) -> str:
 
 
 def init_state(
-    config: ExperimentConfig, optimizer: optax.GradientTransformation, params: Params
+    config: ExperimentConfig,
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    *,
+    read_init_from: bool = True,
 ) -> TrainState:
-    """Make the state of step 0, from the seed alone or from lora.init_from."""
+    """Make the state of step 0, from the seed alone or from lora.init_from.
+
+    Without `read_init_from` only shapes and types are those of step 0: enough to restore into.
+    Raises ValueError for an adapter that is not what the lora section asks for.
+    """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     trainable = make_trainable(config, params, init_key)
-    if config.lora.init_from:
+    if read_init_from and config.lora.init_from is not None:
         given = import_adapter(config.lora.init_from, params, field="lora.init_from")
         if describe(given) != describe(trainable):
             raise ValueError(

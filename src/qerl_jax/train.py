@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,13 @@ def run_training(
     """
     run_folder.check_run(config, resume=resume, overwrite=overwrite)
     experiment = build_experiment(config)
-    state = init_state(config, experiment.parts.optimizer, experiment.params)
-    path = run_folder.run_path(config)
+    # A checkpoint holds the adapter that init_from gave, which may be gone by then.
+    saved = resume and run_folder.has_checkpoint(config)
+    state = init_state(
+        config, experiment.parts.optimizer, experiment.params, read_init_from=not saved
+    )
     begin()
-    if not resume:
-        path = run_folder.create_run(config, overwrite=overwrite)
-    with (
-        run_folder.locked(path),
-        nullcontext(lambda: None) if resume else run_folder.on_trial(path) as proved,
-    ):
+    with run_folder.open_run(config, resume=resume, overwrite=overwrite) as (path, proved):
         manager = checkpoint.open_checkpoints(
             path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
         )
@@ -87,7 +85,10 @@ def run_training(
                 experiment, state, cursor, path, manager, stop_after, stopped, proved, say
             )
         manager.close()
-        return _finish(experiment, state, path, say)
+        try:
+            return _finish(experiment, state, path, say)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted; --resume goes on") from None
 
 
 def _restore(config, state, path, manager, say):

@@ -62,6 +62,8 @@ def test_architecture_decides_bias_and_norms():
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive int, got '64'"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a positive int, got 0"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false, got 'fal"),
         ({"head_dim": 16.0}, "head_dim: expected a positive int, got 16.0"),
         ({"rms_norm_eps": True}, "rms_norm_eps: expected a positive float, got True"),
         ({"rope_theta": "1e4"}, "rope_theta: expected a positive float, got '1e4'"),

@@ -403,6 +403,8 @@ Q0 = "model.layers.0.self_attn.q_proj.weight"
         (poisoned(UP, np.nan), "{file}: model.layers.1.mlp.up_proj.weight: holds NaN or infinity"),
         (poisoned(Q0, -np.inf), "{file}: model.layers.0.self_attn.q_proj.weight: holds NaN or "
          "infinity"),
+        (replaced("model.embed_tokens.weight", np.full((40, 64), 3.4e38, np.float32)),
+         "{file}: model.embed_tokens.weight: holds numbers beyond bfloat16"),
         (poisoned("model.norm.weight", np.nan), "{file}: model.norm.weight: holds NaN or infinity"),
         (poisoned("model.embed_tokens.weight", np.inf), "{file}: model.embed_tokens.weight: "
          "holds NaN or infinity"),

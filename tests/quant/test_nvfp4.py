@@ -368,6 +368,7 @@ def test_rounding_must_be_known():
         ({"packed": jnp.ones((2, 4, 12), jnp.uint8)}, r"\(2, 4, 12\)"),
         ({"global_scale": jnp.array([1.0, 0.0])}, r"\[1.0, 0.0\] is not positive and finite"),
         ({"global_scale": jnp.array([jnp.inf, 1.0])}, "is not positive and finite"),
+        ({"global_scale": jnp.array([1.0, 1e-37])}, r"\[1.0, .*\] makes weights beyond bfloat16"),
         ({"block_scales": jnp.full((2, 4, 2), jnp.nan, jnp.float8_e4m3fn)}, "NaN or negative"),
         ({"block_scales": jnp.full((2, 4, 2), -1, jnp.float8_e4m3fn)}, "NaN or negative"),
     ],

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,7 +33,9 @@ def jsonl_examples(
         FileNotFoundError: no such file.
         ValueError: "path:LINE: ..." for a bad line, a broken gzip file, or no example at all.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
+    if path.is_dir():
+        raise ValueError(f"{field}: {path}: is a folder, not a file")
     if not path.is_file():
         raise FileNotFoundError(f"{field}: {path}: no such file")
     examples = []

@@ -26,7 +26,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer("1")  # a setting of the wrong type is met only here
+        return tokenizer
     except Exception as error:  # from the file system, JSON, or the Rust library
         raise ValueError(f"{folder}: no tokenizer can be read ({first_line(error)})") from error
 
@@ -41,7 +43,7 @@ def end_token_ids(tokenizer: Any, source: str | Path | Mapping[str, Any]) -> tup
     Raises:
         ValueError: an id that is no token id, or none in any of the three.
     """
-    found = configured_end_ids(source) or _token_ids(tokenizer.eos_token_id)
+    found = configured_end_ids(source) or _token_ids(tokenizer.eos_token_id, "")
     if not found:
         given = "the settings" if isinstance(source, Mapping) else source
         raise ValueError(
@@ -60,25 +62,23 @@ def configured_end_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...
     Raises:
         ValueError: an id that is no token id.
     """
-    configs = [source] if isinstance(source, Mapping) else _configs(Path(source))
-    return next(filter(None, (_token_ids(config.get("eos_token_id")) for config in configs)), ())
+    configs = {"": source} if isinstance(source, Mapping) else _configs(Path(source))
+    found = (_token_ids(config.get("eos_token_id"), place) for place, config in configs.items())
+    return next(filter(None, found), ())
 
 
-def _token_ids(ids: Any) -> tuple[int, ...]:
+def _token_ids(ids: Any, place: str) -> tuple[int, ...]:
     listed = ids if isinstance(ids, list | tuple) else [ids]
     found = [token for token in listed if token is not None]
     for token in found:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"eos_token_id: {ids} is not a token id or a list of them")
+            raise ValueError(f"{place}eos_token_id: {ids} is not a token id or a list of them")
     return tuple(dict.fromkeys(found))
 
 
-def _configs(folder: Path) -> list[Mapping[str, Any]]:
-    configs = []
-    for path in (folder / "generation_config.json", folder / "config.json"):
-        if path.is_file():
-            configs.append(read_json(path))
-    return configs
+def _configs(folder: Path) -> dict[str, Mapping[str, Any]]:
+    paths = (folder / "generation_config.json", folder / "config.json")
+    return {f"{path}: ": read_json(path) for path in paths if path.is_file()}
 
 
 def decode_completion(tokenizer: Any, ids: Iterable[int] | Int[np.ndarray, " completion"]) -> str:

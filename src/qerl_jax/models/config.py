@@ -64,7 +64,7 @@ def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
         head_dim=_need(hf_config, "head_dim", default=embed // heads),
         qkv_bias=architecture == "Qwen2ForCausalLM",  # always, in config.json or not
         qk_norm=architecture == "Qwen3ForCausalLM",
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=_flag(hf_config, "tie_word_embeddings"),
         rms_eps=float(_need(hf_config, "rms_norm_eps", _NUMBER)),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -75,7 +75,16 @@ def decoder_config_from_hf(hf_config: Mapping[str, Any]) -> DecoderConfig:
             f"config.json: num_attention_heads {heads} is not a multiple of "
             f"num_key_value_heads {config.num_kv_heads}"
         )
+    if config.head_dim % 2:
+        raise ValueError(f"config.json: head_dim {config.head_dim} is odd; rotary halves need even")
     return config
+
+
+def _flag(hf_config: Mapping[str, Any], key: str) -> bool:
+    value = hf_config.get(key)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"config.json: {key}: expected true or false, got {value!r}")
+    return bool(value)
 
 
 def _need(
@@ -109,14 +118,13 @@ def _refuse_variants(hf_config: Mapping[str, Any], architecture: str) -> None:
     """Refuse settings that would silently compute another model."""
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"config.json: hidden_act {hf_config['hidden_act']!r} is not 'silu'")
-    if hf_config.get("use_sliding_window"):
-        raise ValueError("config.json: use_sliding_window true is not supported")
-    if hf_config.get("mlp_bias"):
-        raise ValueError("config.json: mlp_bias true is not supported")
+    for key in ("use_sliding_window", "mlp_bias"):
+        if _flag(hf_config, key):
+            raise ValueError(f"config.json: {key} true is not supported")
     layers = hf_config.get("layer_types") or []
     if not isinstance(layers, list) or set(map(str, layers)) - {"full_attention"}:
         raise ValueError(f"config.json: layer_types {layers!r} has more than full_attention")
-    if hf_config.get("attention_bias") and architecture != "Qwen2ForCausalLM":
+    if _flag(hf_config, "attention_bias") and architecture != "Qwen2ForCausalLM":
         raise ValueError("config.json: attention_bias true (a bias on o_proj) is not supported")
 
 

@@ -139,7 +139,7 @@ def _load(
     entries = source["array"]
     if not path.startswith("layers/"):
         wide = jnp.float32 if path == "norm" else dtype
-        return jnp.asarray(_read_finite(entries[0]), wide)
+        return _read_finite(entries[0], wide)
     if not is_linear_weight(path):
         return _stack(entries, jnp.float32)
     if quantize_to is None:
@@ -147,11 +147,13 @@ def _load(
     return _quantize_stack(entries, scales.get(path), quantize_to)
 
 
-def _read_finite(entry: TensorEntry) -> Array:
-    """Read a tensor onto the device, refusing NaN and infinity."""
-    array = jnp.asarray(read_tensor(entry))
+def _read_finite(entry: TensorEntry, dtype: jax.typing.DTypeLike | None = None) -> Array:
+    """Read a tensor onto the device, refusing NaN, infinity and what is infinite in `dtype`."""
+    stored = read_tensor(entry)
+    array = jnp.asarray(stored, dtype)
     if array.dtype.itemsize > 1 and not _all_finite(array):
-        raise ValueError(f"{entry.place}: holds NaN or infinity")
+        beyond = f"numbers beyond {array.dtype}" if _all_finite(stored) else "NaN or infinity"
+        raise ValueError(f"{entry.place}: holds {beyond}")
     return array
 
 
@@ -174,7 +176,7 @@ def _stack(entries: Sequence[TensorEntry], dtype: jax.typing.DTypeLike) -> Array
     stack = jnp.zeros((len(entries), *entries[0].shape), dtype)
     for layer, entry in enumerate(entries):
         # Waiting keeps the host from reading tensors faster than they are written.
-        stack = jax.block_until_ready(_put(stack, layer, _read_finite(entry)))
+        stack = jax.block_until_ready(_put(stack, layer, _read_finite(entry, dtype)))
     return stack
 
 

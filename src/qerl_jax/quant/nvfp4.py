@@ -178,7 +178,7 @@ def validate(q: NvFp4Tensor, name: str) -> None:
 
     Raises:
         ValueError: wrong dtypes, shapes that do not fit each other, NaN or negative block
-            scales, a global scale that is not positive and finite.
+            scales, a global scale that is not positive and finite or gives infinite weights.
     """
     leaves = {"packed": q.packed, "block_scales": q.block_scales, "global_scale": q.global_scale}
     if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves.values()):
@@ -187,11 +187,16 @@ def validate(q: NvFp4Tensor, name: str) -> None:
     if not all(map(_is_concrete, leaves.values())):
         return
     # 0x7F is NaN; larger bytes are negative.
-    if np.any(np.asarray(q.block_scales).view(np.uint8) >= 0x7F):
+    codes = np.asarray(q.block_scales).view(np.uint8)
+    if np.any(codes >= 0x7F):
         raise ValueError(f"{name}: block_scales hold NaN or negative values")
     scales = np.asarray(q.global_scale)
     if not np.all(np.isfinite(scales) & (scales > 0)):
         raise ValueError(f"{name}: global_scale {scales.tolist()} is not positive and finite")
+    # The order of positive float8 numbers is that of their codes.
+    largest = codes.max(axis=(-2, -1), initial=0).view(jnp.float8_e4m3fn).astype(np.float64)
+    if np.any(E2M1_MAX * largest / scales > float(jnp.finfo(jnp.bfloat16).max)):
+        raise ValueError(f"{name}: global_scale {scales.tolist()} makes weights beyond bfloat16")
 
 
 def _check_layout(leaves: dict[str, Any], name: str) -> None:

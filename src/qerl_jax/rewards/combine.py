@@ -7,6 +7,8 @@ from qerl_jax.protocols import RewardFn
 from qerl_jax.rewards.format import format_boxed, format_hash, format_tags
 from qerl_jax.rewards.verdicts import exact_number, last_number, marked_number
 
+LARGEST = 1e18  # squares of rewards stay within float32
+
 REWARDS: Mapping[str, RewardFn] = {
     "exact_number": exact_number,
     "format_boxed": format_boxed,
@@ -53,8 +55,10 @@ def _value(name: str, reward: RewardFn, *strings: str) -> float:
         raise ValueError(f"reward {name}: {type(error).__name__}: {error}") from error
     try:
         number = None if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # a user's object may raise anything
         number = None
     if number is None or not math.isfinite(number):
         raise ValueError(f"reward {name}: gave {value!r}, not a finite number")
+    if abs(number) > LARGEST:
+        raise ValueError(f"reward {name}: gave {value!r}, expected at most {LARGEST:g}")
     return number

@@ -21,10 +21,11 @@ TokenStatistics = dict[str, Array]  # name -> [batch, completion]
 
 
 class PolicyLoss(NamedTuple):
-    """A token loss and the aggregation that its paper pairs it with."""
+    """A token loss, and the aggregation and the advantage that its paper pairs it with."""
 
     token_loss: TokenLossFn
     aggregation: str
+    advantage: str
 
 
 def clipped_surrogate(
@@ -142,9 +143,9 @@ def dr_grpo_token_loss(
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
-    "dapo": PolicyLoss(dapo_token_loss, "token_mean"),
-    "dr_grpo": PolicyLoss(dr_grpo_token_loss, "fixed_length_mean"),
-    "grpo": PolicyLoss(grpo_token_loss, "sequence_mean"),
+    "dapo": PolicyLoss(dapo_token_loss, "token_mean", "group_bessel"),
+    "dr_grpo": PolicyLoss(dr_grpo_token_loss, "fixed_length_mean", "group_mean_only"),
+    "grpo": PolicyLoss(grpo_token_loss, "sequence_mean", "group_bessel"),
 }
 
 
