@@ -10,10 +10,10 @@ from qerl_jax.config_decode import decode, field_names, field_type
 from qerl_jax.config_rules import (
     BOUNDS,
     LARGEST,
-    config_warnings,
     interval_problem,
     validate_config,
 )
+from qerl_jax.config_warnings import config_warnings
 
 
 def config_of(**sections: dict) -> ExperimentConfig:

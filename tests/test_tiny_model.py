@@ -10,7 +10,8 @@ import pytest
 
 from qerl_jax.base_model import load_weights, model_path, open_model
 from qerl_jax.config_io import load_config
-from qerl_jax.config_rules import config_warnings, validate_config
+from qerl_jax.config_rules import validate_config
+from qerl_jax.config_warnings import config_warnings
 from qerl_jax.data import arithmetic_examples, decode_completion, left_pad
 from qerl_jax.models import TokenBatch, completion_logprobs
 from qerl_jax.quant import NvFp4Tensor

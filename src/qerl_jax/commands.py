@@ -12,7 +12,7 @@ from qerl_jax import checkpoint, run_folder
 from qerl_jax.base_model import load_weights, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
-from qerl_jax.config_rules import config_warnings
+from qerl_jax.config_warnings import config_warnings
 from qerl_jax.experiment import build_experiment, open_experiment_model
 from qerl_jax.held_out import describe_report, report_record, run_evaluation
 from qerl_jax.inference import check_output, generate, score

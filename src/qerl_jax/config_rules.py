@@ -107,54 +107,6 @@ def validate_config(config: ExperimentConfig) -> None:
     _check_optimizer(config)
 
 
-def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
-    """Return notes on settings that are allowed and may surprise."""
-    rollout, loss, evaluation, data = config.rollout, config.loss, config.eval, config.data
-    inert = config.optimizer.num_iterations == 1 and loss.old_logprobs == "trainer"
-    truncated = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    notes = (
-        (
-            inert and (loss.epsilon_low, loss.epsilon_high) != (0.2, 0.2),
-            "loss.epsilon_low, loss.epsilon_high: clipping is inert, the ratio is always 1 "
-            "(optimizer.num_iterations: 1 and loss.old_logprobs: trainer)",
-        ),
-        (
-            loss.beta > 0 and loss.kl_estimator == "k1",
-            "loss.kl_estimator: the gradient of k1 is 0 on average: loss.beta adds noise, no pull",
-        ),
-        (
-            truncated,
-            "rollout.top_k, top_p, min_p: completions are sampled from a truncated distribution, "
-            "the trainer's log-probs are of the full one",
-        ),
-        (
-            all(weight == 0 for weight in config.reward.weights),
-            "reward.weights: all are 0, so every advantage is 0 and nothing is learned",
-        ),
-        (
-            evaluation.num_samples > 1 and evaluation.temperature == 0,
-            "eval.num_samples: greedy samples are all equal (eval.temperature: 0)",
-        ),
-        (
-            config.aqn.enabled and config.aqn.schedule == "released" and config.aqn.num_stages == 1,
-            "aqn.num_stages: the only stage of the schedule released is without noise",
-        ),
-        (
-            config.aqn.enabled and config.aqn.sigma_start == 0,
-            "aqn.enabled: sigma_start is 0, so no noise is added",
-        ),
-        (
-            data.source == "jsonl" and data.train_path == data.eval_path,
-            "data.eval_path: is data.train_path, so no problem is held out",
-        ),
-        (
-            loss.name == "dapo" and loss.epsilon_high <= loss.epsilon_low and not inert,
-            "loss.epsilon_high: DAPO's upper clip is the wider one, 0.28 against 0.2",
-        ),
-    )
-    return tuple(text for holds, text in notes if holds)
-
-
 def interval_problem(value: int | float, interval: str) -> str | None:
     """Return what is wrong with a number outside an interval such as "(0, 1]", or None.
 
