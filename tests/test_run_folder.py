@@ -262,6 +262,17 @@ def test_checkpoints_that_are_no_folder(run):
     assert message == f"run_dir: {run}/checkpoints is not a folder"
 
 
+def test_a_mount_point_in_a_folder_of_others_is_used(tmp_path, monkeypatch):
+    path, access = tmp_path / "mount", os.access
+    path.mkdir()
+    monkeypatch.setattr(os, "access", lambda p, mode: p != tmp_path and access(p, mode))
+    with open_run(config_at(path)) as (_, proved):
+        assert [p.name for p in tmp_path.iterdir()] == ["mount"]
+        assert refusal(config_at(path), resume=True).endswith("is in use by another process")
+        proved()
+    assert {str(p) for p in contents(path)} == {CONFIG, "environment.json"}
+
+
 def test_of_two_processes_at_once_one_makes_the_run(tmp_path):
     with open_run(config_at(tmp_path / "run", seed=1)):
         for settings in ({}, {"overwrite": True}):

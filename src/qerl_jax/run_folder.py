@@ -24,6 +24,7 @@ SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
+_LOCK = ".lock"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
@@ -49,7 +50,7 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
 
 def _check_contents(config: ExperimentConfig, path: Path, *, resume: bool, overwrite: bool) -> None:
     holds_run = (path / CONFIG).is_file()
-    occupied = path.is_dir() and any(path.iterdir())
+    occupied = path.is_dir() and not _is_empty(path)
     if resume:
         if not holds_run:
             raise FileNotFoundError(f"run_dir: {path} holds no run to resume (no {CONFIG})")
@@ -137,7 +138,7 @@ def open_run(
     with locked(path):
         _check_contents(config, path, resume=resume, overwrite=overwrite)
         with _naming(path):
-            was_empty = path.is_dir() and not any(path.iterdir())
+            was_empty = path.is_dir() and _is_empty(path)
             if not resume and not was_empty and path.exists():
                 _move_aside(path)
         try:
@@ -194,8 +195,13 @@ def _aside(path: Path) -> Path:
 
 
 def _lock_file(path: Path) -> Path:
-    # Beside the folder, which may be renamed.
-    return path.absolute().with_name(f".{path.absolute().name}.lock")
+    # Beside the folder, which may be renamed; inside of a mount point of somebody else's folder.
+    beside = path.absolute().with_name(f".{path.absolute().name}.lock")
+    return path / _LOCK if path.is_dir() and not os.access(beside.parent, os.W_OK) else beside
+
+
+def _is_empty(path: Path) -> bool:
+    return all(child.name == _LOCK for child in path.iterdir())
 
 
 @contextmanager
