@@ -1,0 +1,88 @@
+"""What ends a run before its time: signals, numbers that are not finite, rewards that fail."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from qerl_jax.config_io import load_config
+from qerl_jax.experiment import build_experiment
+from qerl_jax.step import _check_finite
+from qerl_jax.train import run_training, stop_signals
+
+
+def test_signals_are_noted_once_and_then_act_as_usual(capfd):
+    # A shell that starts this in the background has SIGINT ignored.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with stop_signals() as stopped:
+            assert not stopped.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopped.wait(5)
+            assert "saves and stops after this step" in capfd.readouterr().err
+            assert signal.getsignal(signal.SIGTERM) == before[0]
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                stopped.wait(5)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    finally:
+        signal.signal(signal.SIGINT, ours)
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    seen = []
+
+    def enter():
+        with stop_signals() as stopped:
+            seen.append(stopped.is_set())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(tiny_home, tmp_path):
+    (tiny_home / "odd_losses.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def kink(logprobs, old, ref, advantages, completion_mask):\n"
+        "    return 0 * jnp.sqrt(logprobs - logprobs), {}\n"
+    )
+    flags = ["--loss.name=odd_losses:kink", f"--run_dir={tmp_path}/run"]
+    flags.append("--train.checkpoint_every=1")
+    with pytest.raises(ValueError, match=r"^step 1: loss 0\.0, grad_norm nan, .*; stopped"):
+        run_training(load_config(tiny_home / "config.yaml", flags), say=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_update_that_is_not_finite_is_as_bad():
+    sound = {"loss": 0.0, "grad_norm": 1.0, "update_norm": 1.0}
+    _check_finite(sound, 3)
+    for name in sound:
+        with pytest.raises(ValueError, match=f"^step 3: .*{name} inf.*; stopped"):
+            _check_finite(sound | {name: np.float32(np.inf)}, 3)
+
+
+def test_a_failing_first_step_leaves_the_run_that_it_would_replace(tiny_home, tmp_path):
+    path = tmp_path / "run"
+    run_training(load_config(tiny_home / "config.yaml", [f"--run_dir={path}"]), say=lambda x: None)
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    flags = [f"--run_dir={path}", "--reward.functions=[odd_rewards_late:late]"]
+    (tiny_home / "odd_rewards_late.py").write_text(
+        "def late(p, c, a):\n    if c != a:\n        raise OSError('disk')\n    return 1.0\n"
+    )
+    with pytest.raises(ValueError, match=r"^reward odd_rewards_late:late: OSError: disk"):
+        run_training(load_config(tiny_home / "config.yaml", flags), overwrite=True)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_reward_that_always_fails_is_met_before_the_weights(tiny_home, tmp_path):
+    (tiny_home / "odd_rewards_at_once.py").write_text("def at_once(p, c, a):\n    return None\n")
+    flags = ["--reward.functions=[odd_rewards_at_once:at_once]", f"--run_dir={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"^reward odd_rewards_at_once:at_once: gave None, not"):
+        build_experiment(load_config(tiny_home / "config.yaml", flags), load=False)
