@@ -216,6 +216,25 @@ def test_the_advantage_is_that_of_the_loss_unless_named(tiny_home):
         assert abs(float(parts.advantage_fn(rewards)[0, 0]) - first) < 1e-3
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--loss.name=flat:loss", "--optimizer.micro_batch_size=8", "--rollout.num_generations=8",
+         "--rollout.prompts_per_step=8", "--rollout.max_completion_tokens=8"],
+        ["--loss.advantage=flat:advantage", "--rollout.prompts_per_step=4",
+         "--rollout.num_generations=4"],
+    ],
+)  # fmt: skip
+def test_a_forgotten_axis_is_met_in_a_square_too(tiny_home, tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat.py").write_text(
+        "def loss(logprobs, old, ref, advantages, mask):\n    return -logprobs * advantages, {}\n"
+        "def advantage(rewards):\n    return rewards - rewards.mean(1)\n"
+    )
+    with pytest.raises(ValueError, match=r"^loss\.(name|advantage): flat:.*shapes"):
+        build_parts(load_config(tiny_home / "config.yaml", flags))
+
+
 def test_functions_are_given_what_they_take(tiny_home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good_ones.py").write_text(

@@ -73,7 +73,9 @@ def test_a_failing_first_step_leaves_the_run_that_it_would_replace(tiny_home, tm
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     flags = [f"--run_dir={path}", "--reward.functions=[odd_rewards_late:late]"]
     (tiny_home / "odd_rewards_late.py").write_text(
-        "def late(p, c, a):\n    if c != a:\n        raise OSError('disk')\n    return 1.0\n"
+        "def late(p, c, a):\n"
+        "    if c in (a, '', p):\n        return 1.0\n"
+        "    raise OSError('disk')\n"
     )
     with pytest.raises(ValueError, match=r"^reward odd_rewards_late:late: OSError: disk"):
         run_training(load_config(tiny_home / "config.yaml", flags), overwrite=True)
@@ -81,8 +83,31 @@ def test_a_failing_first_step_leaves_the_run_that_it_would_replace(tiny_home, tm
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_reward_that_fails_on_a_wrong_answer_is_met_before_the_weights(tiny_home, tmp_path):
+    (tiny_home / "odd_rewards_wrong.py").write_text(
+        "def wrong(p, c, a):\n    if c == a:\n        return 1.0\n"
+    )
+    flags = ["--reward.functions=[odd_rewards_wrong:wrong]", f"--run_dir={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"^reward odd_rewards_wrong:wrong: gave None, not"):
+        build_experiment(load_config(tiny_home / "config.yaml", flags), load=False)
+
+
 def test_a_reward_that_always_fails_is_met_before_the_weights(tiny_home, tmp_path):
     (tiny_home / "odd_rewards_at_once.py").write_text("def at_once(p, c, a):\n    return None\n")
     flags = ["--reward.functions=[odd_rewards_at_once:at_once]", f"--run_dir={tmp_path}/run"]
     with pytest.raises(ValueError, match=r"^reward odd_rewards_at_once:at_once: gave None, not"):
         build_experiment(load_config(tiny_home / "config.yaml", flags), load=False)
+
+
+def test_a_run_does_not_go_on_with_other_prompts(tiny_home, tmp_path):
+    data = tmp_path / "train.jsonl"
+    rows = ['{"question": "1+1=", "answer": "2"}\n', '{"question": "2+3=", "answer": "5"}\n']
+    data.write_text("".join(rows))
+    flags = [f"--data.train_path={data}", f"--data.eval_path={data}", "--data.source=jsonl"]
+    config = load_config(tiny_home / "config.yaml", [*flags, f"--run_dir={tmp_path}/run"])
+    run_training(config, stop_after=1, say=lambda line: None)
+    data.write_text("".join(rows[::-1]))
+    with pytest.raises(ValueError, match=r"^data: the training prompts are not those that .*run"):
+        run_training(config, resume=True, say=lambda line: None)
+    data.write_text("".join(rows))
+    assert run_training(config, resume=True, stop_after=1, say=lambda line: None).step == 2

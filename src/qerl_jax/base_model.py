@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -56,7 +57,9 @@ def open_model(
     """
     path = model_path(name)
     if not path.is_dir():
-        raise ValueError(f"{field}: {path}: no such model folder")
+        hub = " (hub models are not downloaded; hf download NAME --local-dir FOLDER does)"
+        hint = hub if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
+        raise ValueError(f"{field}: {path}: no such model folder{hint}")
     hf_config = read_config(path)
     try:
         shape = decoder_config_from_hf(hf_config)

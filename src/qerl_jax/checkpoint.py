@@ -130,6 +130,9 @@ def _read(manager: ocp.CheckpointManager, step: int, template: TrainState) -> Ma
 
 
 def _reason(error: Exception) -> str:
+    for cause in ("No space left on device", "Disk quota exceeded", "File too large"):
+        if cause in str(error):  # far behind, in tensorstore's messages
+            return cause
     return textwrap.shorten(first_line(error), 200, placeholder=" ...")
 
 

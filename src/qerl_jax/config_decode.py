@@ -113,7 +113,12 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     same_leaf = [k for k in known if k.rpartition(".")[2] == leaf and k != name]
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.8)
-    return close or same_leaf or difflib.get_close_matches(name, known, n=1)
+    initials = [k for k in siblings if _initials(k.rpartition(".")[2]) == leaf]  # lr
+    return close or initials or same_leaf or difflib.get_close_matches(name, known, n=1)
+
+
+def _initials(name: str) -> str:
+    return "".join(word[0] for word in name.split("_") if word)
 
 
 def describe(kind: Any) -> str:

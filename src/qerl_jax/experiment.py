@@ -56,7 +56,8 @@ def build_experiment(config: ExperimentConfig, *, load: bool = True) -> Experime
     width = max(len(prompt.ids) for prompt in (*train_prompts, *eval_prompts))
     check_context(config, model, width)
     first = train_prompts[0]
-    parts.score_fn(first.text, first.answer, first.answer)  # a reward that fails does so here
+    for completion in (first.answer, "", first.text):  # a reward that fails does so here
+        parts.score_fn(first.text, completion, first.answer)
     return Experiment(
         config=config,
         parts=parts,

@@ -63,7 +63,7 @@ def build_parts(config: ExperimentConfig) -> Parts:
         advantage_fn=make_advantage(
             advantage,
             place=f"loss.advantage: {advantage_name}",
-            shape=(rollout.prompts_per_step, rollout.num_generations),
+            shape=_oblong(rollout.num_generations, rollout.prompts_per_step)[::-1],
         ),
         token_loss=_policy_loss(config, advantage_name, for_advantage),
         aggregation=_aggregation(config),
@@ -141,9 +141,14 @@ def _policy_loss(
         bound,
         place=place,
         reference=loss.beta > 0 or loss.log_kl,
-        shape=(rows, rollout.max_completion_tokens),
+        shape=_oblong(rows, rollout.max_completion_tokens),
     )
     return bound
+
+
+def _oblong(rows: int, columns: int) -> tuple[int, int]:
+    # In a square a forgotten [:, None] or keepdims broadcasts along the wrong axis, unseen.
+    return rows, columns + (rows == columns)
 
 
 def _aggregation(config: ExperimentConfig) -> str:

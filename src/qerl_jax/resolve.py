@@ -16,9 +16,9 @@ def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
     """Return table[spec], or import a user's function.
 
     Args:
-        spec: a name in the table, or "package.module:function". The module is looked up on the
-            Python path and in the current directory, which is on the path only meanwhile: what
-            the module imports later, inside its functions, must be importable without it.
+        spec: a name in the table, or "package.module:function". The module is looked up in the
+            current directory and on the Python path, of which the directory is the last entry
+            from then on: functions of the module may import what lies beside it.
         field: the config field that holds spec, for messages, e.g. "loss.name".
         table: the closed table of names.
 
@@ -32,7 +32,12 @@ def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
     if not (module_name and colon and attribute):
         names, near = ", ".join(sorted(table)), nearest_hint(spec, table)
         raise ValueError(f'{field}: "{spec}" is not one of {names}{near}, nor a module:function')
+    if module_name.endswith(".py"):
+        name = module_name.removesuffix(".py")
+        raise ValueError(f"{field}: a module is named without .py, as in {name}:{attribute}")
     module = _import(module_name, field)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     if not hasattr(module, attribute):
         near = nearest_hint(attribute, vars(module))
         raise ValueError(f'{field}: module "{module_name}" has no "{attribute}"{near}')

@@ -58,8 +58,9 @@ def _check_contents(config: ExperimentConfig, path: Path, *, resume: bool, overw
             raise FileExistsError(f"run_dir: {path / CHECKPOINTS} is not a folder")
         check_same(config, load_config(path / CONFIG), path)
     elif occupied and not overwrite:
+        before = f" (the run before it lies in {_aside(path)})" if _aside(path).exists() else ""
         raise FileExistsError(
-            f"run_dir: {path} exists; --resume continues it, --overwrite replaces it"
+            f"run_dir: {path} exists; --resume continues it, --overwrite replaces it{before}"
         )
     elif occupied and not holds_run:
         raise FileExistsError(f"run_dir: {path} is not a run folder (no {CONFIG}), so it stays")
@@ -211,7 +212,9 @@ def locked(path: Path) -> Iterator[None]:
     Raises ValueError when another process holds it.
     """
     while True:
-        with _lock_file(path).open("a") as file:
+        with _naming(path):
+            file = _lock_file(path).open("a")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

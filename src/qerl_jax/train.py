@@ -1,5 +1,7 @@
 """The host loop: steps, evaluation, checkpoints, logs, and a clean stop at any time."""
 
+import hashlib
+import json
 import os
 import signal
 import threading
@@ -77,7 +79,9 @@ def run_training(
         manager = checkpoint.open_checkpoints(
             path / run_folder.CHECKPOINTS, max_to_keep=config.train.keep_checkpoints
         )
-        state, cursor = _restore(config, state, path, manager, say) if resume else (state, _START)
+        cursor = _START
+        if resume:
+            state, cursor = _restore(experiment, state, path, manager, say)
         say(f"run folder {path}, step {int(state.step)} of {config.train.total_steps}")
         say(_describe(experiment, state.trainable))
         with stop_signals() as stopped:
@@ -91,11 +95,13 @@ def run_training(
             raise KeyboardInterrupt("interrupted; --resume goes on") from None
 
 
-def _restore(config, state, path, manager, say):
+def _restore(experiment, state, path, manager, say):
     """Return (state, data cursor) of the last checkpoint, or of step 0 if there is none."""
     cursor, restored = _START, checkpoint.restore(manager, state)
     if restored:
-        run_folder.check_same(config, parse_config(restored.meta["config"]), path)
+        run_folder.check_same(experiment.config, parse_config(restored.meta["config"]), path)
+        if restored.meta.get("prompts") != _prompts_hash(experiment):
+            raise ValueError(f"data: the training prompts are not those that {path} began with")
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
@@ -128,15 +134,23 @@ def _loop(experiment, state, cursor, path, manager, stop_after, stopped, proved,
             _evaluate_once(experiment, state, path, say)
         over = stopped.is_set() or step == last
         if over or _due(config.train.checkpoint_every, step):
-            checkpoint.save(manager, state, _checkpoint_meta(config, cursor))
+            checkpoint.save(manager, state, _checkpoint_meta(experiment, cursor))
         if over:
             break
     return state
 
 
-def _checkpoint_meta(config: ExperimentConfig, cursor: DataState) -> dict[str, Any]:
+def _prompts_hash(experiment: Experiment) -> str:
+    """Name the training prompts: in another list the data cursor would mean other ones."""
+    texts = [[list(prompt.ids), prompt.answer] for prompt in experiment.train_prompts]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+def _checkpoint_meta(experiment: Experiment, cursor: DataState) -> dict[str, Any]:
+    config = experiment.config
     return {
         "data": asdict(cursor),
+        "prompts": _prompts_hash(experiment),
         "config": dump_config(config),
         "config_hash": config_hash(config),
     }
