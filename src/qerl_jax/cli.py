@@ -13,7 +13,7 @@ from qerl_jax import __version__
 from qerl_jax.cli_commands import COMMANDS
 from qerl_jax.cli_parse import overview, parse_command
 from qerl_jax.config import ExperimentConfig
-from qerl_jax.config_decode import nearest
+from qerl_jax.config_decode import is_text, nearest
 from qerl_jax.config_io import dump_config, load_config
 from qerl_jax.config_rules import validate_config
 
@@ -60,7 +60,7 @@ def _write_utf8() -> None:
 
 def _run(arguments: list[str]) -> int:
     for text in arguments:
-        if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        if not is_text(text):
             raise ValueError(f"{text!r} is not valid text")
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):

@@ -117,6 +117,11 @@ def nearest(name: str, known: Sequence[str]) -> list[str]:
     return close or initials or same_leaf or difflib.get_close_matches(name, known, n=1)
 
 
+def is_text(value: str) -> bool:
+    """Tell whether files and tokenizers can take a string: no NUL, no half of a surrogate pair."""
+    return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 def _initials(name: str) -> str:
     return "".join(word[0] for word in name.split("_") if word)
 
@@ -155,8 +160,8 @@ def _decode_scalar(kind: type, value: Any) -> Any:
         return float(value)  # PyYAML reads 3e-5, without a dot, as a string
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 2**1000 else None
-    if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-        return None  # no file or tokenizer would take it
+    if isinstance(value, str) and not is_text(value):
+        return None
     return value if type(value) is kind else None
 
 
