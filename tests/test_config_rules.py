@@ -211,6 +211,12 @@ NOTED = [
     ({"loss": {"epsilon_high": 0.28}}, "loss.epsilon_low, loss.epsilon_high: clipping is inert"),
     ({**QUIET, "loss": {"beta": 0.1, "kl_estimator": "k1"}}, "loss.kl_estimator: the gradient"),
     ({**QUIET, "aqn": {"num_stages": 1}}, "aqn.num_stages: the only stage"),
+    ({**QUIET, "aqn": {"num_stages": 1, "schedule": "linear"}}, "aqn.num_stages: the only stage"),
+    ({**QUIET, "reward": {"functions": ["m:f"]}}, "eval.correct: accuracy counts"),
+    (
+        {**QUIET, "reward": {"functions": ["format_tags", "exact_number"], "weights": [1.0, 1.0]}},
+        "eval.correct: accuracy counts the completions that format_tags",
+    ),
     ({**QUIET, "rollout": {"top_p": 0.9}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "rollout": {"top_k": 5}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "rollout": {"min_p": 0.1}}, "rollout.top_k, top_p, min_p: "),

@@ -146,3 +146,21 @@ def test_bind_messages(available, extra, message):
     with pytest.raises(ValueError) as error:
         bind_keywords(scaled, available, field="loss.extra", extra=extra)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fn", "problem"),
+    [
+        (lambda x, beta=1.0: x, 'takes "beta" by position: only keyword-only parameters get'),
+        (lambda beta: beta, 'takes "beta" by position: only keyword-only parameters get'),
+        (lambda x, **rest: x, "takes **rest: name the hyperparameters, after a bare *"),
+    ],
+)
+def test_a_value_that_would_not_arrive_is_refused(fn, problem):
+    with pytest.raises(ValueError) as error:
+        bind_keywords(fn, {"beta": 3.0}, field="loss.extra")
+    assert str(error.value).startswith(f"loss.extra: <lambda> {problem}")
+
+
+def test_a_positional_default_that_no_field_sets_stays():
+    assert bind_keywords(lambda x, power=2: x**power, {"beta": 3.0}, field="loss.extra")(3) == 9

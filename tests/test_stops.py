@@ -107,7 +107,23 @@ def test_a_run_does_not_go_on_with_other_prompts(tiny_home, tmp_path):
     config = load_config(tiny_home / "config.yaml", [*flags, f"--run_dir={tmp_path}/run"])
     run_training(config, stop_after=1, say=lambda line: None)
     data.write_text("".join(rows[::-1]))
-    with pytest.raises(ValueError, match=r"^data: the training prompts are not those that .*run"):
+    with pytest.raises(
+        ValueError, match=r"^data: the training or held-out prompts are not those that .*run"
+    ):
         run_training(config, resume=True, say=lambda line: None)
     data.write_text("".join(rows))
     assert run_training(config, resume=True, stop_after=1, say=lambda line: None).step == 2
+
+
+def test_a_run_does_not_go_on_with_other_held_out_prompts(tiny_home, tmp_path):
+    row = '{"question": "1+1=", "answer": "2"}\n'
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "eval")}
+    for file in files.values():
+        file.write_text(row)
+    flags = [f"--data.{name}_path={file}" for name, file in files.items()]
+    flags += ["--data.source=jsonl", f"--run_dir={tmp_path}/run"]
+    config = load_config(tiny_home / "config.yaml", flags)
+    run_training(config, stop_after=1, say=lambda line: None)
+    files["eval"].write_text(row * 2)
+    with pytest.raises(ValueError, match=r"^data: the training or held-out prompts are not those"):
+        run_training(config, resume=True, say=lambda line: None)

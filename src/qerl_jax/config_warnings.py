@@ -2,11 +2,14 @@
 
 from qerl_jax.config import ExperimentConfig
 
+_CLEAN_FIRST_STAGE = ("released", "algorithm1", "linear", "cosine", "logarithmic")
+
 
 def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
     """Return notes on settings that are allowed and may surprise."""
     rollout, loss, evaluation, data = config.rollout, config.loss, config.eval, config.data
     inert = config.optimizer.num_iterations == 1 and loss.old_logprobs == "trainer"
+    judge = next(iter(config.reward.functions), "")
     truncated = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     notes = (
         (
@@ -32,12 +35,20 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "eval.num_samples: greedy samples are all equal (eval.temperature: 0)",
         ),
         (
-            config.aqn.enabled and config.aqn.schedule == "released" and config.aqn.num_stages == 1,
-            "aqn.num_stages: the only stage of the schedule released is without noise",
+            config.aqn.enabled
+            and config.aqn.schedule in _CLEAN_FIRST_STAGE
+            and config.aqn.num_stages == 1,
+            f"aqn.num_stages: the only stage of the schedule {config.aqn.schedule} is without "
+            "noise",
         ),
         (
             config.aqn.enabled and config.aqn.sigma_start == 0,
             "aqn.enabled: sigma_start is 0, so no noise is added",
+        ),
+        (
+            evaluation.correct is None and (":" in judge or judge.startswith("format_")),
+            f"eval.correct: accuracy counts the completions that {judge}, the first of "
+            "reward.functions, gives exactly 1; name another reward here if that is not meant",
         ),
         (
             data.source == "jsonl" and data.train_path == data.eval_path,

@@ -135,7 +135,9 @@ def _policy_loss(
                 f"{advantage}{nearest_hint(name, names | for_advantage)}"
             )
     extra = {name: value for name, value in loss.extra.items() if name in names}
-    bound = bind_keywords(chosen, asdict(loss), extra=extra, field="loss.extra")
+    available = asdict(loss)
+    del available["old_logprobs"]  # the config says whose they are, the argument holds them
+    bound = bind_keywords(chosen, available, extra=extra, field="loss.extra")
     rows = config.optimizer.micro_batch_size or rollout.prompts_per_step * rollout.num_generations
     check_token_loss(
         bound,

@@ -72,7 +72,8 @@ def bind_keywords(
 
     Raises:
         ValueError: a keyword-only parameter without default and without value; an extra that fn
-            does not take or that is available already.
+            does not take or that is available already; a parameter that would miss its value
+            since it is not keyword-only.
     """
     extra = extra or {}
     name = getattr(fn, "__name__", repr(fn))
@@ -85,10 +86,25 @@ def bind_keywords(
             near = nearest_hint(key, known)
             raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
     values = {**available, **extra}
+    _refuse_unbound(fn, values, f"{field}: {name}")
     for parameter in parameters:
         if parameter.name not in values and parameter.default is inspect.Parameter.empty:
             raise ValueError(f'{field}: {name} needs "{parameter.name}", which nothing sets')
     return functools.partial(fn, **{p.name: values[p.name] for p in parameters if p.name in values})
+
+
+def _refuse_unbound(fn: Callable[..., Any], values: Mapping[str, Any], place: str) -> None:
+    # Such a parameter would keep its default, whatever the config says.
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            raise ValueError(
+                f"{place} takes **{parameter.name}: name the hyperparameters, after a bare *"
+            )
+        if parameter.name in values and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            raise ValueError(
+                f'{place} takes "{parameter.name}" by position: only keyword-only parameters get '
+                "their value from the config; put a bare * before it"
+            )
 
 
 def _keyword_parameters(fn: Callable[..., Any], field: str) -> tuple[inspect.Parameter, ...]:

@@ -101,7 +101,8 @@ def _restore(experiment, state, path, manager, say):
     if restored:
         run_folder.check_same(experiment.config, parse_config(restored.meta["config"]), path)
         if restored.meta.get("prompts") != _prompts_hash(experiment):
-            raise ValueError(f"data: the training prompts are not those that {path} began with")
+            lists = "training or held-out prompts"
+            raise ValueError(f"data: the {lists} are not those that {path} began with")
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
@@ -141,8 +142,9 @@ def _loop(experiment, state, cursor, path, manager, stop_after, stopped, proved,
 
 
 def _prompts_hash(experiment: Experiment) -> str:
-    """Name the training prompts: in another list the data cursor would mean other ones."""
-    texts = [[list(prompt.ids), prompt.answer] for prompt in experiment.train_prompts]
+    """Name the prompts: in another list the data cursor and the accuracies would mean others."""
+    prompts = (*experiment.train_prompts, None, *experiment.eval_prompts)
+    texts = [prompt and [list(prompt.ids), prompt.answer] for prompt in prompts]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
@@ -224,7 +226,7 @@ def _describe(experiment: Experiment, trainable: Trainable) -> str:
         f"{num_elements(trainable):,} trained parameters, "
         f"{len(experiment.train_prompts)} training and {len(experiment.eval_prompts)} held-out "
         f"prompts ({experiment.dropped} and {experiment.eval_dropped} too long are left out), "
-        f"{jax.devices()[0].device_kind}"
+        f"right is what {experiment.parts.correct_name} gives 1, {jax.devices()[0].device_kind}"
     )
 
 
