@@ -1,4 +1,4 @@
-"""The layout in which GPU kernels read an NVFP4 weight: 4.5 bits a value, no second copy.
+"""The layout in which GPU kernels are to read an NVFP4 weight, in 4.5 bits a value.
 
     words  int32 [*stack, ceil(n/16), ceil(k/64), 144]
 
@@ -30,6 +30,7 @@ OUT_EXPONENT = 20
 # the pair, or of MERGE ? first : second, and one AND with CODE_MASK.
 CODE_MASK = np.uint32(0x81C081C0)
 ROTATE_FIRST, ROTATE_SECOND, ROTATE_MERGED = (0, 4, 10), (2, 6, 12), (8, 14)
+_PAIR = ((ROTATE_FIRST, ROTATE_MERGED[0]), (ROTATE_SECOND, ROTATE_MERGED[1]))
 
 _CODE_WORDS = 128
 _BLOCKS = RECORD_COLUMNS // BLOCK_SIZE
@@ -49,8 +50,7 @@ MERGE = np.uint32(0xFFFFFFFF ^ _reached(ROTATE_FIRST))
 
 def scale_bytes() -> np.ndarray:
     """Return the scale byte of each e4m3 code that is not negative and not NaN, uint8 [127]."""
-    codes = np.arange(127)
-    return np.where(codes < 8, np.resize(_SMALL_SCALE_BYTES, 127), codes + 16).astype(np.uint8)
+    return np.array([*_SMALL_SCALE_BYTES, *range(8 + 16, 127 + 16)], np.uint8)
 
 
 def pack_records(
@@ -72,7 +72,8 @@ def pack_records(
     codes = codes.reshape(-1, slices, 2, 8, records, _BLOCKS, 2, 4)
     scales = scales.reshape(-1, slices, 2, 8, records, _BLOCKS)
     codes = jnp.where(scales[..., None, None] == 0, codes & 0x88, codes)
-    words = _join(_code_words(codes), _scale_words(scales))
+    words = jnp.concatenate([_code_words(codes), _scale_words(scales)], axis=-1)
+    words = lax.bitcast_convert_type(words, jnp.int32)
     return words.reshape(*stack, slices, records, RECORD_WORDS)
 
 
@@ -91,10 +92,6 @@ def unpack_records(
     return packed[..., :n, : k // 2], lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
 
 
-def _join(codes: UInt32[Array, "..."], scales: UInt32[Array, "..."]) -> Int32[Array, "..."]:
-    return lax.bitcast_convert_type(jnp.concatenate([codes, scales], axis=-1), jnp.int32)
-
-
 def _rotate(x: UInt32[Array, "..."], left: int) -> UInt32[Array, "..."]:
     left %= 32
     return (x << left) | (x >> (32 - left)) if left else x
@@ -107,18 +104,12 @@ def _code_words(
     wide = codes.transpose(0, 1, 4, 3, 5, 7, 6, 2).astype(jnp.uint32)
     low, high = (((c & 8) << 12) | ((c & 7) << 6) for c in (wide & 15, wide >> 4))
     registers = (low | (high << 16)).reshape(*wide.shape[:3], 32, 2, 2, 4)
-    first, second = registers[..., 0, :], registers[..., 1, :]
-    merged = sum(
-        _rotate(word[..., 3], -left)
-        for word, left in zip((first, second), ROTATE_MERGED, strict=True)
-    )
-    pair = [
-        sum(_rotate(word[..., j], -left) for j, left in enumerate(rotations)) | (merged & mask)
-        for word, rotations, mask in (
-            (first, ROTATE_FIRST, MERGE),
-            (second, ROTATE_SECOND, ~MERGE),
-        )
+    words = [
+        sum(_rotate(registers[..., w, j], -left) for j, left in enumerate(rotations))
+        for w, (rotations, _) in enumerate(_PAIR)
     ]
+    merged = sum(_rotate(registers[..., w, 3], -left) for w, (_, left) in enumerate(_PAIR))
+    pair = [word | (merged & mask) for word, mask in zip(words, (MERGE, ~MERGE), strict=True)]
     return jnp.stack(pair, axis=-1).reshape(*wide.shape[:3], _CODE_WORDS)
 
 
@@ -126,17 +117,12 @@ def _codes_of_words(
     words: UInt32[Array, "stack slices records 128"],
 ) -> UInt8[Array, "stack slices 2 8 records 4 2 4"]:
     pairs = words.reshape(*words.shape[:3], 32, 2, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    merged = (first & MERGE) | (second & ~MERGE)
-    sources = [
-        [*((word, left) for left in rotations), (merged, last)]
-        for word, rotations, last in zip(
-            (first, second), (ROTATE_FIRST, ROTATE_SECOND), ROTATE_MERGED, strict=True
-        )
+    merged = (pairs[..., 0] & MERGE) | (pairs[..., 1] & ~MERGE)
+    turned = [
+        [*(_rotate(pairs[..., w], left) for left in rotations), _rotate(merged, last)]
+        for w, (rotations, last) in enumerate(_PAIR)
     ]
-    registers = jnp.stack(
-        [jnp.stack([_rotate(*s) & CODE_MASK for s in row], axis=-1) for row in sources], axis=-2
-    )
+    registers = jnp.stack([jnp.stack(word, axis=-1) for word in turned], axis=-2) & CODE_MASK
     low, high = (((h >> 12) & 8) | ((h >> 6) & 7) for h in (registers & 0xFFFF, registers >> 16))
     codes = (low | (high << 4)).astype(jnp.uint8)
     codes = codes.reshape(*words.shape[:3], 8, _BLOCKS, 4, 2, 2)
@@ -147,17 +133,14 @@ def _scale_words(
     scales: UInt8[Array, "stack slices 2 8 records 4"],
 ) -> UInt32[Array, "stack slices records 16"]:
     encoded = jnp.take(scale_bytes(), scales.astype(jnp.int32), axis=0, mode="clip")
-    lanes = encoded.transpose(0, 1, 4, 3, 5, 2).astype(jnp.uint32)
-    quads = lanes.reshape(*lanes.shape[:3], 16, 4)
-    shifts = np.array([0, 8, 16, 24], np.uint32).reshape(1, 1, 1, 1, 4)
-    return jnp.sum(quads << shifts, axis=-1, dtype=jnp.uint32)
+    lanes = encoded.transpose(0, 1, 4, 3, 5, 2)
+    return lax.bitcast_convert_type(lanes.reshape(*lanes.shape[:3], 16, 4), jnp.uint32)
 
 
 def _scales_of_words(
     words: UInt32[Array, "stack slices records 16"],
 ) -> UInt8[Array, "stack slices 2 8 records 4"]:
-    shifts = np.array([0, 8, 16, 24], np.uint32).reshape(1, 1, 1, 1, 4)
-    encoded = ((words[..., None] >> shifts) & 0xFF).astype(jnp.int32)
+    encoded = lax.bitcast_convert_type(words, jnp.uint8).astype(jnp.int32)
     codes = np.zeros(256, np.uint8)
     codes[scale_bytes()] = np.arange(127)
     lanes = jnp.take(codes, encoded, axis=0).reshape(*words.shape[:3], 8, _BLOCKS, 2)

@@ -183,7 +183,7 @@ def golden_update():
     hyper = {"epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.05, "kl_estimator": "k3"}
     update_step = make_update_step(
         logprob_fn,
-        bind_keywords(POLICY_LOSSES["grpo"].token_loss, hyper, field="loss"),
+        bind_keywords(POLICY_LOSSES["grpo"].token_loss, hyper, data=5, field="loss"),
         optimizer,
         micro_batch_size=2,
         importance_cap=1.5,

@@ -57,7 +57,7 @@ LOGPROBS, PROBABILITIES = expected_logprobs(BASE)
 
 def loss_of(name="grpo", **hyper):
     values = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "kl_estimator": "k3"} | hyper
-    return bind_keywords(POLICY_LOSSES[name].token_loss, values, field="loss")
+    return bind_keywords(POLICY_LOSSES[name].token_loss, values, data=5, field="loss")
 
 
 def floats(x):

@@ -124,9 +124,12 @@ def test_keyword_names():
 
 def test_binds_what_is_taken_and_leaves_the_rest():
     available = {"beta": 3.0, "epsilon_low": 0.2}
-    assert bind_keywords(scaled, available, field="loss.extra")(1.0) == 6.0
-    assert bind_keywords(scaled, available, field="loss.extra", extra={"gamma": 5.0})(1.0) == 15.0
-    assert bind_keywords(abs, {}, field="loss.extra")(-1) == 1
+    assert bind_keywords(scaled, available, data=1, field="loss.extra")(1.0) == 6.0
+    assert (
+        bind_keywords(scaled, available, data=1, field="loss.extra", extra={"gamma": 5.0})(1.0)
+        == 15.0
+    )
+    assert bind_keywords(abs, {}, data=1, field="loss.extra")(-1) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_binds_what_is_taken_and_leaves_the_rest():
 )
 def test_bind_messages(available, extra, message):
     with pytest.raises(ValueError) as error:
-        bind_keywords(scaled, available, field="loss.extra", extra=extra)
+        bind_keywords(scaled, available, data=1, field="loss.extra", extra=extra)
     assert str(error.value) == message
 
 
@@ -152,15 +155,25 @@ def test_bind_messages(available, extra, message):
     ("fn", "problem"),
     [
         (lambda x, beta=1.0: x, 'takes "beta" by position: only keyword-only parameters get'),
-        (lambda beta: beta, 'takes "beta" by position: only keyword-only parameters get'),
+        (lambda x, beta: x, 'takes "beta" by position: only keyword-only parameters get'),
         (lambda x, **rest: x, "takes **rest: name the hyperparameters, after a bare *"),
     ],
 )
 def test_a_value_that_would_not_arrive_is_refused(fn, problem):
     with pytest.raises(ValueError) as error:
-        bind_keywords(fn, {"beta": 3.0}, field="loss.extra")
+        bind_keywords(fn, {"beta": 3.0}, data=1, field="loss.extra")
     assert str(error.value).startswith(f"loss.extra: <lambda> {problem}")
 
 
 def test_a_positional_default_that_no_field_sets_stays():
-    assert bind_keywords(lambda x, power=2: x**power, {"beta": 3.0}, field="loss.extra")(3) == 9
+    assert (
+        bind_keywords(lambda x, power=2: x**power, {"beta": 3.0}, data=1, field="loss.extra")(3)
+        == 9
+    )
+
+
+def test_data_may_have_the_name_of_a_field():
+    """A loss may call its fourth argument advantage, which is also a field of the loss section."""
+    assert bind_keywords(lambda beta: beta, {"beta": 3.0}, data=1, field="loss.extra")(2.0) == 2.0
+    with pytest.raises(ValueError, match=r'^aqn: <lambda> takes "beta" by position'):
+        bind_keywords(lambda beta: beta, {"beta": 3.0}, data=0, field="aqn")

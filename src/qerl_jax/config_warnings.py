@@ -1,15 +1,15 @@
 """Settings that are allowed and may surprise."""
 
-from qerl_jax.config import ExperimentConfig
-
-_CLEAN_FIRST_STAGE = ("released", "algorithm1", "linear", "cosine", "logarithmic")
+from qerl_jax.aqn import AQN_SCHEDULES
+from qerl_jax.config import AqnConfig, ExperimentConfig
+from qerl_jax.rewards import NUMBER_REWARDS
 
 
 def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
     """Return notes on settings that are allowed and may surprise."""
     rollout, loss, evaluation, data = config.rollout, config.loss, config.eval, config.data
     inert = config.optimizer.num_iterations == 1 and loss.old_logprobs == "trainer"
-    judge = next(iter(config.reward.functions), "")
+    judge = config.reward.functions[0]
     truncated = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     notes = (
         (
@@ -35,9 +35,7 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "eval.num_samples: greedy samples are all equal (eval.temperature: 0)",
         ),
         (
-            config.aqn.enabled
-            and config.aqn.schedule in _CLEAN_FIRST_STAGE
-            and config.aqn.num_stages == 1,
+            config.aqn.enabled and config.aqn.sigma_start > 0 and _only_stage_is_clean(config.aqn),
             f"aqn.num_stages: the only stage of the schedule {config.aqn.schedule} is without "
             "noise",
         ),
@@ -46,7 +44,7 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "aqn.enabled: sigma_start is 0, so no noise is added",
         ),
         (
-            evaluation.correct is None and (":" in judge or judge.startswith("format_")),
+            evaluation.correct is None and judge not in NUMBER_REWARDS,
             f"eval.correct: accuracy counts the completions that {judge}, the first of "
             "reward.functions, gives exactly 1; name another reward here if that is not meant",
         ),
@@ -60,3 +58,11 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
         ),
     )
     return tuple(text for holds, text in notes if holds)
+
+
+def _only_stage_is_clean(aqn: AqnConfig) -> bool:
+    if aqn.num_stages > 1 or aqn.schedule not in AQN_SCHEDULES:
+        return False
+    sigmas = {"sigma_start": aqn.sigma_start, "sigma_end": aqn.sigma_end}
+    schedule = AQN_SCHEDULES[aqn.schedule](**sigmas, num_stages=1, total_steps=1)
+    return schedule(0) == 0

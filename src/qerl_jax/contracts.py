@@ -100,7 +100,7 @@ def make_schedule(
     It is tried at up to a thousand steps from the first to the last. Raises ValueError, here or
     later, for what is not a standard deviation.
     """
-    bound = bind_keywords(maker, {**settings, "total_steps": total_steps}, field=place)
+    bound = bind_keywords(maker, {**settings, "total_steps": total_steps}, data=0, field=place)
     schedule = _call(place, bound)
 
     def sigma(step: int) -> float:

@@ -112,7 +112,7 @@ def _advantage(config: ExperimentConfig) -> tuple[str, AdvantageFn, frozenset[st
     names = keyword_names(chosen, field=f"loss.advantage: {name}")
     extra = {key: value for key, value in loss.extra.items() if key in names}
     available = {"eps": loss.advantage_eps}
-    return name, bind_keywords(chosen, available, extra=extra, field="loss.extra"), names
+    return name, bind_keywords(chosen, available, data=1, extra=extra, field="loss.extra"), names
 
 
 def _policy_loss(
@@ -135,9 +135,7 @@ def _policy_loss(
                 f"{advantage}{nearest_hint(name, names | for_advantage)}"
             )
     extra = {name: value for name, value in loss.extra.items() if name in names}
-    available = asdict(loss)
-    del available["old_logprobs"]  # the config says whose they are, the argument holds them
-    bound = bind_keywords(chosen, available, extra=extra, field="loss.extra")
+    bound = bind_keywords(chosen, asdict(loss), data=5, extra=extra, field="loss.extra")
     rows = config.optimizer.micro_batch_size or rollout.prompts_per_step * rollout.num_generations
     check_token_loss(
         bound,

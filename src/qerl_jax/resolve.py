@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
     """Return table[spec], or import a user's function.
@@ -59,6 +61,7 @@ def bind_keywords(
     fn: Callable[..., Any],
     available: Mapping[str, Any],
     *,
+    data: int,
     field: str,
     extra: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
@@ -67,6 +70,7 @@ def bind_keywords(
     Args:
         fn: data are its positional parameters, hyperparameters its keyword-only ones.
         available: values on offer; those that fn does not take are left aside.
+        data: how many positional arguments fn is called with, whatever it names them.
         field: the config field that holds extra, for messages, e.g. "loss.extra".
         extra: values that the user gives for this fn; each must be taken.
 
@@ -86,24 +90,29 @@ def bind_keywords(
             near = nearest_hint(key, known)
             raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
     values = {**available, **extra}
-    _refuse_unbound(fn, values, f"{field}: {name}")
+    _refuse_unbound(fn, values, data, place=f"{field}: {name}")
     for parameter in parameters:
         if parameter.name not in values and parameter.default is inspect.Parameter.empty:
             raise ValueError(f'{field}: {name} needs "{parameter.name}", which nothing sets')
     return functools.partial(fn, **{p.name: values[p.name] for p in parameters if p.name in values})
 
 
-def _refuse_unbound(fn: Callable[..., Any], values: Mapping[str, Any], place: str) -> None:
+def _refuse_unbound(
+    fn: Callable[..., Any], values: Mapping[str, Any], data: int, *, place: str
+) -> None:
     # Such a parameter would keep its default, whatever the config says.
-    for parameter in inspect.signature(fn).parameters.values():
+    parameters = inspect.signature(fn).parameters.values()
+    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+    for name in positional[data:]:
+        if name in values:
+            raise ValueError(
+                f'{place} takes "{name}" by position: only keyword-only parameters get their '
+                "value from the config; put a bare * before it"
+            )
+    for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             raise ValueError(
                 f"{place} takes **{parameter.name}: name the hyperparameters, after a bare *"
-            )
-        if parameter.name in values and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            raise ValueError(
-                f'{place} takes "{parameter.name}" by position: only keyword-only parameters get '
-                "their value from the config; put a bare * before it"
             )
 
 

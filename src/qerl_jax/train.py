@@ -101,8 +101,9 @@ def _restore(experiment, state, path, manager, say):
     if restored:
         run_folder.check_same(experiment.config, parse_config(restored.meta["config"]), path)
         if restored.meta.get("prompts") != _prompts_hash(experiment):
-            lists = "training or held-out prompts"
-            raise ValueError(f"data: the {lists} are not those that {path} began with")
+            raise ValueError(
+                f"data: the training or held-out prompts are not those that {path} began with"
+            )
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
@@ -143,8 +144,8 @@ def _loop(experiment, state, cursor, path, manager, stop_after, stopped, proved,
 
 def _prompts_hash(experiment: Experiment) -> str:
     """Name the prompts: in another list the data cursor and the accuracies would mean others."""
-    prompts = (*experiment.train_prompts, None, *experiment.eval_prompts)
-    texts = [prompt and [list(prompt.ids), prompt.answer] for prompt in prompts]
+    lists = (experiment.train_prompts, experiment.eval_prompts)
+    texts = [[[list(prompt.ids), prompt.answer] for prompt in prompts] for prompts in lists]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 

@@ -39,7 +39,7 @@ def make_batch(seed: int = 0) -> dict[str, jax.Array]:
 
 
 def token_loss(name, batch, hyper=None):
-    fn = bind_keywords(POLICY_LOSSES[name].token_loss, hyper or HYPER, field="loss.extra")
+    fn = bind_keywords(POLICY_LOSSES[name].token_loss, hyper or HYPER, data=5, field="loss.extra")
     return fn(**batch)
 
 
