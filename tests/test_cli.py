@@ -124,7 +124,8 @@ def test_eval_receives_the_config_and_its_flags(folder, calls):
     assert main(shlex.split(arguments)) == 0
     ((name, (config,), flags),) = calls
     assert (name, config.eval.temperature) == ("evaluate", 1.0)
-    assert flags == {"adapter": "a", "split": "eval", "limit": 5, "out": "o.jsonl"}
+    expected = {"adapter": "a", "split": "eval", "limit": 5, "out": "o.jsonl"}
+    assert flags == {**expected, "config_file": "x.yaml"}
 
 
 PASSED = {

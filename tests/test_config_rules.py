@@ -210,8 +210,12 @@ QUIET = {"loss": {"old_logprobs": "sampler"}}
 NOTED = [
     ({"loss": {"epsilon_high": 0.28}}, "loss.epsilon_low, loss.epsilon_high: clipping is inert"),
     ({**QUIET, "loss": {"beta": 0.1, "kl_estimator": "k1"}}, "loss.kl_estimator: the gradient"),
-    ({**QUIET, "aqn": {"num_stages": 1}}, "aqn.num_stages: the only stage"),
-    ({**QUIET, "aqn": {"num_stages": 1, "schedule": "linear"}}, "aqn.num_stages: the only stage"),
+    ({**QUIET, "aqn": {"num_stages": 1}}, "aqn.enabled: the schedule released has no step with"),
+    (
+        {**QUIET, "aqn": {"num_stages": 1, "schedule": "linear"}},
+        "aqn.enabled: the schedule linear has no step with",
+    ),
+    ({**QUIET, "train": {"total_steps": 1}}, "aqn.enabled: the schedule released has no step"),
     ({**QUIET, "reward": {"functions": ["m:f"]}}, "eval.correct: accuracy counts"),
     (
         {**QUIET, "reward": {"functions": ["format_tags", "exact_number"], "weights": [1.0, 1.0]}},
@@ -222,7 +226,10 @@ NOTED = [
     ({**QUIET, "rollout": {"min_p": 0.1}}, "rollout.top_k, top_p, min_p: "),
     ({**QUIET, "reward": {"weights": [0.0]}}, "reward.weights: all are 0"),
     ({**QUIET, "eval": {"num_samples": 4}}, "eval.num_samples: greedy samples"),
-    ({**QUIET, "aqn": {"sigma_start": 0.0, "sigma_end": 0.0}}, "aqn.enabled: sigma_start is 0"),
+    (
+        {**QUIET, "aqn": {"sigma_start": 0.0, "sigma_end": 0.0}},
+        "aqn.enabled: the schedule released",
+    ),
     ({"loss": {"name": "dapo", "old_logprobs": "sampler"}}, "loss.epsilon_high: DAPO's upper clip"),
     (
         {**QUIET, "data": {"source": "jsonl", "train_path": "a", "eval_path": "a"}},

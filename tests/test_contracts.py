@@ -178,8 +178,17 @@ def test_our_own_keep_them():
         (["--loss.advantage=odd:mean"], "loss.advantage: odd:mean: gave shape [2]"),
         (["--reward.functions=[odd:mean]"], "reward.functions: odd:mean cannot take ("),
         (["--aqn.schedule=odd:no_maker"], "aqn.schedule: odd:no_maker: TypeError: "),
-        (["--aqn.schedule=odd:wants"], 'aqn.schedule: odd:wants: wants needs "gain"'),
-        (["--loss.advantage=odd:scaled"], 'loss.extra: scaled needs "scale"'),
+        (["--aqn.schedule=odd:wants"], 'aqn.schedule: odd:wants: needs "gain"'),
+        (["--loss.advantage=odd:scaled"], 'loss.advantage: odd:scaled: needs "scale"'),
+        (["--reward.functions=[odd:order]"], 'reward.functions: odd:order has "completion" where'),
+        (
+            ["--loss.name=odd:extra", "--loss.advantage=odd:late", "--loss.extra={alpha: 2}"],
+            'loss.advantage: odd:late takes "alpha" by position',
+        ),
+        (
+            ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, beta: 1}"],
+            'loss.extra: "beta" has a field of its own',
+        ),
         (
             ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, skale: 1}"],
             'loss.extra: "skale" is a keyword-only parameter of neither grpo nor odd:scaled '
@@ -197,6 +206,9 @@ def test_a_config_that_names_one(tiny_home, tmp_path, monkeypatch, flags, messag
         "def no_maker(step):\n    return 0.1\n"
         "def wants(*, gain):\n    return lambda step: gain\n"
         "def scaled(rewards, *, scale, eps):\n    return rewards - rewards.mean(1)[:, None]\n"
+        "def order(completion, prompt, answer):\n    return 0.0\n"
+        "def extra(logprobs, old, ref, advantages, mask, *, alpha):\n    return logprobs, {}\n"
+        "def late(rewards, alpha=1.0):\n    return rewards\n"
         "def negative(*, sigma_start, sigma_end, num_stages, total_steps):\n"
         "    return lambda step: -1.0\n"
     )
@@ -247,6 +259,19 @@ def test_functions_are_given_what_they_take(tiny_home, tmp_path, monkeypatch):
     parts = build_parts(load_config(tiny_home / "config.yaml", flags))
     assert parts.advantage_fn(jnp.array([[1.0, 0.0]])).tolist() == [[1.0, -1.0]]
     assert [parts.schedule(step) for step in (0, 1)] == [0.01, 0.005]
+
+
+def test_an_advantage_is_offered_what_a_loss_is(tiny_home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asking.py").write_text(
+        "def advantage(rewards, *, advantage_eps=9.0, epsilon_low=9.0, alpha=9.0):\n"
+        "    return 0 * rewards + advantage_eps + epsilon_low + alpha\n"
+        "def loss(logprobs, old, ref, advantages, mask, *, alpha):\n    return logprobs, {}\n"
+    )
+    flags = ["--loss.advantage=asking:advantage", "--loss.name=asking:loss"]
+    flags += ["--loss.advantage_eps=0.5", "--loss.epsilon_low=0.25", "--loss.extra={alpha: 2}"]
+    parts = build_parts(load_config(tiny_home / "config.yaml", flags))
+    assert parts.advantage_fn(jnp.array([[1.0, 0.0]])).tolist() == [[2.75, 2.75]]
 
 
 def test_with_a_reference_a_loss_may_use_it(tiny_home, tmp_path, monkeypatch):

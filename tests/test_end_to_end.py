@@ -15,6 +15,7 @@ import pytest
 from qerl_jax import commands
 from qerl_jax.cli import main
 from qerl_jax.config_io import load_config
+from qerl_jax.contracts import LOSS_DATA
 from qerl_jax.learner import TrainBatch, TrainState, make_update_step
 from qerl_jax.lora import Trainable
 from qerl_jax.metrics import read_jsonl
@@ -183,7 +184,7 @@ def golden_update():
     hyper = {"epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.05, "kl_estimator": "k3"}
     update_step = make_update_step(
         logprob_fn,
-        bind_keywords(POLICY_LOSSES["grpo"].token_loss, hyper, data=5, field="loss"),
+        bind_keywords(POLICY_LOSSES["grpo"].token_loss, hyper, data=LOSS_DATA, place="loss"),
         optimizer,
         micro_batch_size=2,
         importance_cap=1.5,

@@ -189,8 +189,8 @@ def test_the_output_must_not_replace_the_input(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "3+5=8"}\n')
     (tmp_path / "link").symlink_to("in.jsonl")
     with pytest.raises(ValueError, match=r"^--out: .*link is the file that --in reads$"):
-        check_output(str(tmp_path / "link"), source=str(tmp_path / "in.jsonl"))
-    check_output("/dev/null")
+        check_output(str(tmp_path / "link"), sources={"--in": str(tmp_path / "in.jsonl")})
+    check_output("/dev/null", sources={"--in": "-", "data.eval_path": None})
 
 
 BAD_ROWS = {

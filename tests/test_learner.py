@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from qerl_jax.contracts import LOSS_DATA
 from qerl_jax.learner import TrainBatch, TrainState, make_logprobs, make_update_step
 from qerl_jax.models import TokenBatch
 from qerl_jax.resolve import bind_keywords
@@ -57,7 +58,7 @@ LOGPROBS, PROBABILITIES = expected_logprobs(BASE)
 
 def loss_of(name="grpo", **hyper):
     values = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "kl_estimator": "k3"} | hyper
-    return bind_keywords(POLICY_LOSSES[name].token_loss, values, data=5, field="loss")
+    return bind_keywords(POLICY_LOSSES[name].token_loss, values, data=LOSS_DATA, place="loss")
 
 
 def floats(x):

@@ -1,3 +1,5 @@
+import functools
+import inspect
 import os
 import sys
 
@@ -122,33 +124,42 @@ def test_keyword_names():
         keyword_names(dict, field="f")
 
 
+def bind(fn, available, data=("x",)):
+    return bind_keywords(fn, available, data=data, place="loss.name: m:f")
+
+
 def test_binds_what_is_taken_and_leaves_the_rest():
     available = {"beta": 3.0, "epsilon_low": 0.2}
-    assert bind_keywords(scaled, available, data=1, field="loss.extra")(1.0) == 6.0
-    assert (
-        bind_keywords(scaled, available, data=1, field="loss.extra", extra={"gamma": 5.0})(1.0)
-        == 15.0
-    )
-    assert bind_keywords(abs, {}, data=1, field="loss.extra")(-1) == 1
+    assert bind(scaled, available)(1.0) == 6.0
+    assert bind(scaled, {**available, "gamma": 5.0})(1.0) == 15.0
+    assert bind(abs, {})(-1) == 1
+
+
+def test_a_missing_value_is_named():
+    with pytest.raises(ValueError, match=r'^loss.name: m:f: needs "beta", which nothing sets$'):
+        bind(scaled, {})
+
+
+def test_what_a_partial_fixes_stays_fixed():
+    """Its signature shows the fixed value like a default, which the config would replace."""
+    fixed = functools.partial(scaled, beta=7.0)
+    assert keyword_names(fixed, field="f") == {"gamma"}
+    assert bind(fixed, {"beta": 3.0})(1.0) == 14.0
+    twice = functools.wraps(fixed)(lambda *data, **keywords: fixed(*data, **keywords))
+    assert bind(twice, {"beta": 3.0, "gamma": 5.0})(1.0) == 35.0
+    by_position = functools.partial(lambda x, beta=1.0: x * beta, beta=7.0)
+    assert bind(by_position, {"beta": 3.0})(1.0) == 7.0
 
 
 @pytest.mark.parametrize(
-    ("available", "extra", "message"),
-    [
-        ({}, {}, 'loss.extra: scaled needs "beta", which nothing sets'),
-        (
-            {"beta": 1.0},
-            {"gama": 1.0},
-            'loss.extra: "gama" is not a keyword-only parameter of scaled (nearest: gamma)',
-        ),
-        ({"beta": 1.0}, {"x": 1.0}, 'loss.extra: "x" is not a keyword-only parameter of scaled'),
-        ({"beta": 1.0}, {"beta": 2.0}, 'loss.extra: "beta" has a field of its own; set it there'),
-    ],
+    "fn", [lambda old, new: 0, lambda a, new: 0, lambda new, b: 0], ids=["right", "one", "other"]
 )
-def test_bind_messages(available, extra, message):
-    with pytest.raises(ValueError) as error:
-        bind_keywords(scaled, available, data=1, field="loss.extra", extra=extra)
-    assert str(error.value) == message
+def test_data_by_other_names(fn):
+    if list(inspect.signature(fn).parameters) == ["new", "b"]:
+        with pytest.raises(ValueError, match=r'^loss.name: m:f has "new" where it is given old: '):
+            bind(fn, {}, data=("old", "new"))
+    else:
+        bind(fn, {}, data=("old", "new"))
 
 
 @pytest.mark.parametrize(
@@ -161,19 +172,16 @@ def test_bind_messages(available, extra, message):
 )
 def test_a_value_that_would_not_arrive_is_refused(fn, problem):
     with pytest.raises(ValueError) as error:
-        bind_keywords(fn, {"beta": 3.0}, data=1, field="loss.extra")
-    assert str(error.value).startswith(f"loss.extra: <lambda> {problem}")
+        bind(fn, {"beta": 3.0})
+    assert str(error.value).startswith(f"loss.name: m:f {problem}")
 
 
 def test_a_positional_default_that_no_field_sets_stays():
-    assert (
-        bind_keywords(lambda x, power=2: x**power, {"beta": 3.0}, data=1, field="loss.extra")(3)
-        == 9
-    )
+    assert bind(lambda x, power=2: x**power, {"beta": 3.0})(3) == 9
 
 
 def test_data_may_have_the_name_of_a_field():
     """A loss may call its fourth argument advantage, which is also a field of the loss section."""
-    assert bind_keywords(lambda beta: beta, {"beta": 3.0}, data=1, field="loss.extra")(2.0) == 2.0
-    with pytest.raises(ValueError, match=r'^aqn: <lambda> takes "beta" by position'):
-        bind_keywords(lambda beta: beta, {"beta": 3.0}, data=0, field="aqn")
+    assert bind(lambda beta: beta, {"beta": 3.0})(2.0) == 2.0
+    with pytest.raises(ValueError, match=r'^loss.name: m:f takes "beta" by position'):
+        bind(lambda beta: beta, {"beta": 3.0}, data=())

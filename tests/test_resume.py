@@ -1,5 +1,6 @@
 """A run that is stopped, by itself, by a signal or by kill -9, ends as one that never was."""
 
+import json
 import os
 import shutil
 import signal
@@ -247,3 +248,16 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(whole, config_at, tm
     run_training(config, resume=True, say=said.append)
     assert said[0] == f"no checkpoint in {path} yet: the run begins anew"
     assert_same_run(path, whole, config_at)
+
+
+def test_a_run_that_begins_anew_evaluates_anew(whole, config_at, tmp_path):
+    """What the first evaluation was made of may have changed in between."""
+    path = tmp_path / "run"
+    config = config_at(path)
+    run_training(config, stop_after=1, say=lambda line: None)
+    shutil.rmtree(path / "checkpoints")
+    (record,) = read_jsonl(path / "evaluations.jsonl")
+    (path / "evaluations.jsonl").write_text(json.dumps({**record, "accuracy": 0.5}) + "\n")
+    run_training(config, resume=True, stop_after=1, say=lambda line: None)
+    (again,) = read_jsonl(path / "evaluations.jsonl")
+    assert again["accuracy"] == record["accuracy"] != 0.5

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from qerl_jax import run_folder
-from qerl_jax.config import ExperimentConfig, LoraConfig, TrainConfig
+from qerl_jax.config import DataConfig, ExperimentConfig, LoraConfig, TrainConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.run_folder import (
     CONFIG,
@@ -254,6 +254,24 @@ def test_an_adapter_inside_the_run_to_be_replaced(run):
     config = config_at(run, lora=LoraConfig(init_from=f"{run}/adapter"))
     message = refusal(config, overwrite=True)
     assert message == f"lora.init_from: {run}/adapter lies in the run that --overwrite replaces"
+
+
+@pytest.mark.parametrize("field", ["train_path", "eval_path"])
+def test_data_inside_the_run_to_be_replaced(run, field):
+    data = DataConfig(source="jsonl", **{field: f"{run}/data.jsonl"})
+    message = refusal(config_at(run, data=data), overwrite=True)
+    assert message == f"data.{field}: {run}/data.jsonl lies in the run that --overwrite replaces"
+
+
+def test_a_run_inside_another(run):
+    message = refusal(config_at(run / "deep" / "child"))
+    assert message == f"run_dir: {run}/deep/child lies in another run, {run}"
+    (run / "deep").mkdir()
+    (run / "deep" / CONFIG).write_text("")  # a copy of a config alone is no run
+    check_run(config_at(run), resume=False, overwrite=True)
+    (run / "deep" / "environment.json").write_text("{}")
+    message = refusal(config_at(run), overwrite=True)
+    assert message == f"run_dir: {run} stays, as another run lies in it, {run}/deep"
 
 
 def test_checkpoints_that_are_no_folder(run):

@@ -1,12 +1,15 @@
 """What ends a run before its time: signals, numbers that are not finite, rewards that fail."""
 
 import os
+import shutil
 import signal
 import threading
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from qerl_jax.base_model import model_path
 from qerl_jax.config_io import load_config
 from qerl_jax.experiment import build_experiment
 from qerl_jax.step import _check_finite
@@ -113,6 +116,19 @@ def test_a_run_does_not_go_on_with_other_prompts(tiny_home, tmp_path):
         run_training(config, resume=True, say=lambda line: None)
     data.write_text("".join(rows))
     assert run_training(config, resume=True, stop_after=1, say=lambda line: None).step == 2
+
+
+def test_a_run_does_not_go_on_with_other_weights(tiny_home, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(model_path("tiny"), model)
+    flags = [f"--model.path={model}", f"--run_dir={tmp_path}/run"]
+    config = load_config(tiny_home / "config.yaml", flags)
+    run_training(config, stop_after=1, say=lambda line: None)
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    save_file({**tensors, name: -tensors[name]}, model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^model.path: the weights are not those that .*run"):
+        run_training(config, resume=True, say=lambda line: None)
 
 
 def test_a_run_does_not_go_on_with_other_held_out_prompts(tiny_home, tmp_path):

@@ -85,3 +85,19 @@ def test_sizes_of_real_and_abstract_trees_agree(params):
     assert tree.num_elements(params) == tree.num_elements(abstract) == elements
     assert tree.num_bytes(params) == tree.num_bytes(abstract) == size
     assert tree.num_bytes({}) == 0
+
+
+def test_a_fingerprint_is_of_every_name_shape_and_bit():
+    values = {"a": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4), "b": jnp.ones(5, jnp.float32)}
+    first = tree.fingerprint(values)
+    assert first == tree.fingerprint(jax.tree.map(jnp.copy, values))
+    for other in (
+        {"a": values["a"], "c": values["b"]},
+        {**values, "a": values["a"].T},
+        {**values, "a": values["a"][::-1]},
+        {**values, "a": values["a"][:, ::-1]},
+        {**values, "a": values["a"].at[1, 2].multiply(-1)},
+        {**values, "a": values["a"].at[1, jnp.array([2, 3])].set(values["a"][1, 3:1:-1])},
+        {**values, "b": values["b"].at[4].add(2.0**-23)},
+    ):
+        assert tree.fingerprint(other) != first

@@ -109,10 +109,11 @@ def _train(flags: dict[str, Any]) -> int | None:
 
 
 def _evaluate(flags: dict[str, Any]) -> int | None:
-    config = _load("eval", flags.pop("config"), flags.pop("overrides"))
+    config_file = flags.pop("config")
+    config = _load("eval", config_file, flags.pop("overrides"))
     from qerl_jax import commands
 
-    return commands.evaluate(config, **flags)
+    return commands.evaluate(config, config_file=config_file, **flags)
 
 
 def _generate(flags: dict[str, Any]) -> int | None:

@@ -80,10 +80,16 @@ def evaluate(
     split: str = "eval",
     limit: int | None = None,
     out: str | None = None,
+    config_file: str | None = None,
 ) -> None:
-    """Evaluate the base model, or an adapter on it, with the config's eval section."""
+    """Evaluate the base model, or an adapter on it, with the config's eval section.
+
+    `config_file`: where the config was read from; `out` must not replace it.
+    """
     if out is not None:
-        check_output(out)
+        train_path, eval_path = config.data.train_path, config.data.eval_path
+        files = {"data.train_path": train_path, "data.eval_path": eval_path, "eval": config_file}
+        check_output(out, sources=files)
     trainable = None
     if adapter is not None:  # before the weights are read
         folder = open_model(

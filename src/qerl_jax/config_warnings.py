@@ -1,5 +1,7 @@
 """Settings that are allowed and may surprise."""
 
+import math
+
 from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config import AqnConfig, ExperimentConfig
 from qerl_jax.rewards import NUMBER_REWARDS
@@ -35,13 +37,10 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "eval.num_samples: greedy samples are all equal (eval.temperature: 0)",
         ),
         (
-            config.aqn.enabled and config.aqn.sigma_start > 0 and _only_stage_is_clean(config.aqn),
-            f"aqn.num_stages: the only stage of the schedule {config.aqn.schedule} is without "
-            "noise",
-        ),
-        (
-            config.aqn.enabled and config.aqn.sigma_start == 0,
-            "aqn.enabled: sigma_start is 0, so no noise is added",
+            config.aqn.enabled and _is_silent(config.aqn, config.train.total_steps),
+            f"aqn.enabled: the schedule {config.aqn.schedule} has no step with noise (sigma_start "
+            f"{config.aqn.sigma_start}, num_stages {config.aqn.num_stages}, train.total_steps "
+            f"{config.train.total_steps})",
         ),
         (
             evaluation.correct is None and judge not in NUMBER_REWARDS,
@@ -60,9 +59,15 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
     return tuple(text for holds, text in notes if holds)
 
 
-def _only_stage_is_clean(aqn: AqnConfig) -> bool:
-    if aqn.num_stages > 1 or aqn.schedule not in AQN_SCHEDULES:
+def _is_silent(aqn: AqnConfig, total_steps: int) -> bool:
+    """Tell whether a schedule of the table has sigma 0 at every step; a user's is not called."""
+    if aqn.schedule not in AQN_SCHEDULES:
         return False
-    sigmas = {"sigma_start": aqn.sigma_start, "sigma_end": aqn.sigma_end}
-    schedule = AQN_SCHEDULES[aqn.schedule](**sigmas, num_stages=1, total_steps=1)
-    return schedule(0) == 0
+    schedule = AQN_SCHEDULES[aqn.schedule](
+        sigma_start=aqn.sigma_start,
+        sigma_end=aqn.sigma_end,
+        num_stages=aqn.num_stages,
+        total_steps=total_steps,
+    )
+    steps = (*range(0, total_steps, math.ceil(total_steps / 1000)), total_steps - 1)
+    return all(schedule(step) == 0 for step in steps)

@@ -15,7 +15,12 @@ from jaxtyping import Array, Float
 
 from qerl_jax.data.messages import first_line
 from qerl_jax.protocols import AdvantageFn, RewardFn, Schedule, ScheduleMaker, TokenLossFn
-from qerl_jax.resolve import bind_keywords
+from qerl_jax.resolve import bind_keywords, check_order
+
+# What each kind of function is called with, in order.
+LOSS_DATA = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "completion_mask")
+ADVANTAGE_DATA = ("rewards",)
+REWARD_DATA = ("prompt", "completion", "answer")
 
 # Statistics are logged beside these.
 RESERVED = frozenset(
@@ -100,7 +105,7 @@ def make_schedule(
     It is tried at up to a thousand steps from the first to the last. Raises ValueError, here or
     later, for what is not a standard deviation.
     """
-    bound = bind_keywords(maker, {**settings, "total_steps": total_steps}, data=0, field=place)
+    bound = bind_keywords(maker, {**settings, "total_steps": total_steps}, data=(), place=place)
     schedule = _call(place, bound)
 
     def sigma(step: int) -> float:
@@ -121,11 +126,12 @@ def check_reward(fn: RewardFn, *, place: str) -> None:
     Raises ValueError.
     """
     try:
-        inspect.signature(fn).bind("prompt", "completion", "answer")
+        inspect.signature(fn).bind(*REWARD_DATA)
     except TypeError as error:
         raise ValueError(f"{place} cannot take (prompt, completion, answer): {error}") from error
     except ValueError:  # some functions written in C have no signature
         return
+    check_order(fn, REWARD_DATA, place=place)
 
 
 def _call(place: str, fn: Callable[..., Any], *arguments: Any) -> Any:

@@ -53,18 +53,21 @@ def _load(folder: ModelFolder, adapter: str | None, *, quantize: bool) -> Loaded
     return LoadedModel(folder, params, trainable)
 
 
-def check_output(target: str, *, source: str = "-") -> None:
+def check_output(target: str, *, sources: Mapping[str, str | None]) -> None:
     """Refuse a file that could not be written, before any work is done for it.
 
-    `source` is the file that is read, which the output must not replace. Raises ValueError.
+    `sources` are the files that are read, by what names them; none must be replaced.
+    Raises ValueError.
     """
     if Path(target).is_dir():
         raise ValueError(f"--out: {target} is a folder")
     if target == "-" or is_stream(target):
         return
     parent = Path(os.path.realpath(target)).parent
-    if source != "-" and os.path.realpath(source) == os.path.realpath(target):
-        raise ValueError(f"--out: {target} is the file that --in reads")
+    for name, source in sources.items():
+        if source and os.path.exists(target) and os.path.exists(source):
+            if os.path.samefile(source, target):
+                raise ValueError(f"--out: {target} is the file that {name} reads")
     if not parent.is_dir():
         raise ValueError(f"--out: {target} cannot be written, as {parent} is no folder")
     if not os.access(parent, os.W_OK):
@@ -86,7 +89,7 @@ def score(
 
     Raises ValueError naming the line at fault; nothing is written then.
     """
-    check_output(output, source=input)
+    check_output(output, sources={"--in": input})
     rows = list(read_rows(input))
     if not rows:
         raise ValueError(f"{'standard input' if input == '-' else input}: holds no rows")

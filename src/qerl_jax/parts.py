@@ -8,8 +8,10 @@ from typing import Any
 import optax
 
 from qerl_jax.aqn import AQN_SCHEDULES
-from qerl_jax.config import ExperimentConfig
+from qerl_jax.config import ExperimentConfig, LossConfig
 from qerl_jax.contracts import (
+    ADVANTAGE_DATA,
+    LOSS_DATA,
     check_reward,
     check_token_loss,
     make_advantage,
@@ -110,9 +112,18 @@ def _advantage(config: ExperimentConfig) -> tuple[str, AdvantageFn, frozenset[st
         name = known.advantage if known else "group_bessel"
     chosen = load_function(name, field="loss.advantage", table=ADVANTAGES)
     names = keyword_names(chosen, field=f"loss.advantage: {name}")
-    extra = {key: value for key, value in loss.extra.items() if key in names}
-    available = {"eps": loss.advantage_eps}
-    return name, bind_keywords(chosen, available, data=1, extra=extra, field="loss.extra"), names
+    available = {**_hyperparameters(loss), "eps": loss.advantage_eps}
+    bound = bind_keywords(chosen, available, data=ADVANTAGE_DATA, place=f"loss.advantage: {name}")
+    return name, bound, names - {"eps"}
+
+
+def _hyperparameters(loss: LossConfig) -> dict[str, Any]:
+    """Return what the section offers to a loss and to an advantage, by name."""
+    fields = asdict(loss)
+    for name in loss.extra:
+        if name in fields:
+            raise ValueError(f'loss.extra: "{name}" has a field of its own; set it there')
+    return {**fields, **loss.extra}
 
 
 def _policy_loss(
@@ -134,8 +145,7 @@ def _policy_loss(
                 f'loss.extra: "{name}" is a keyword-only parameter of neither {loss.name} nor '
                 f"{advantage}{nearest_hint(name, names | for_advantage)}"
             )
-    extra = {name: value for name, value in loss.extra.items() if name in names}
-    bound = bind_keywords(chosen, asdict(loss), data=5, extra=extra, field="loss.extra")
+    bound = bind_keywords(chosen, _hyperparameters(loss), data=LOSS_DATA, place=place)
     rows = config.optimizer.micro_batch_size or rollout.prompts_per_step * rollout.num_generations
     check_token_loss(
         bound,

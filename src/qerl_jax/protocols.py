@@ -51,7 +51,7 @@ class ScheduleMaker(Protocol):
 class AdvantageFn(Protocol):
     """Advantages of the completions of each group from their rewards.
 
-    A keyword-only parameter `eps` is given loss.advantage_eps, others are given by loss.extra.
+    A keyword-only parameter `eps` is given loss.advantage_eps, others as those of a loss are.
     """
 
     def __call__(self, rewards: Float[Array, "prompts group"]) -> Float[Array, "prompts group"]: ...

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +52,8 @@ def load_function(spec: str, *, field: str, table: Mapping[str, Any]) -> Any:
 def keyword_names(fn: Callable[..., Any], *, field: str) -> frozenset[str]:
     """Return the names of the keyword-only parameters of fn: the hyperparameters it takes.
 
+    What a functools.partial has fixed is none of them.
+
     Raises ValueError, naming `field`, for a function whose parameters Python cannot tell.
     """
     return frozenset(p.name for p in _keyword_parameters(fn, field))
@@ -61,55 +63,59 @@ def bind_keywords(
     fn: Callable[..., Any],
     available: Mapping[str, Any],
     *,
-    data: int,
-    field: str,
-    extra: Mapping[str, Any] | None = None,
+    data: Sequence[str],
+    place: str,
 ) -> Callable[..., Any]:
     """Bind the keyword-only parameters of fn that have a value, and return a partial.
 
     Args:
         fn: data are its positional parameters, hyperparameters its keyword-only ones.
         available: values on offer; those that fn does not take are left aside.
-        data: how many positional arguments fn is called with, whatever it names them.
-        field: the config field that holds extra, for messages, e.g. "loss.extra".
-        extra: values that the user gives for this fn; each must be taken.
+        data: the positional arguments that fn is called with. It may give them other names.
+        place: the config field and its value, for messages, e.g. "loss.name: my_losses:my_loss".
 
     Raises:
-        ValueError: a keyword-only parameter without default and without value; an extra that fn
-            does not take or that is available already; a parameter that would miss its value
-            since it is not keyword-only.
+        ValueError: a keyword-only parameter without default and without value; a parameter that
+            would miss its value since it is not keyword-only; data in another order.
     """
-    extra = extra or {}
-    name = getattr(fn, "__name__", repr(fn))
-    parameters = _keyword_parameters(fn, field)
-    known = [parameter.name for parameter in parameters]
-    for key in extra:
-        if key in available:
-            raise ValueError(f'{field}: "{key}" has a field of its own; set it there')
-        if key not in known:
-            near = nearest_hint(key, known)
-            raise ValueError(f'{field}: "{key}" is not a keyword-only parameter of {name}{near}')
-    values = {**available, **extra}
-    _refuse_unbound(fn, values, data, place=f"{field}: {name}")
+    parameters = _keyword_parameters(fn, place)
+    check_order(fn, data, place=place)
+    _refuse_unbound(fn, available, len(data), place=place)
     for parameter in parameters:
-        if parameter.name not in values and parameter.default is inspect.Parameter.empty:
-            raise ValueError(f'{field}: {name} needs "{parameter.name}", which nothing sets')
-    return functools.partial(fn, **{p.name: values[p.name] for p in parameters if p.name in values})
+        if parameter.name not in available and parameter.default is inspect.Parameter.empty:
+            raise ValueError(f'{place}: needs "{parameter.name}", which nothing sets')
+    chosen = {p.name: available[p.name] for p in parameters if p.name in available}
+    return functools.partial(fn, **chosen)
+
+
+def check_order(fn: Callable[..., Any], data: Sequence[str], *, place: str) -> None:
+    """Refuse a function that has the name of one argument where it is given another.
+
+    Raises ValueError.
+    """
+    for given, name in zip(data, _positional_names(fn), strict=False):
+        if name != given and name in data:
+            raise ValueError(
+                f'{place} has "{name}" where it is given {given}: the arguments are, in order, '
+                f"{', '.join(data)}"
+            )
+
+
+def _positional_names(fn: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(fn).parameters.values() if p.kind in _POSITIONAL]
 
 
 def _refuse_unbound(
     fn: Callable[..., Any], values: Mapping[str, Any], data: int, *, place: str
 ) -> None:
     # Such a parameter would keep its default, whatever the config says.
-    parameters = inspect.signature(fn).parameters.values()
-    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
-    for name in positional[data:]:
+    for name in _positional_names(fn)[data:]:
         if name in values:
             raise ValueError(
                 f'{place} takes "{name}" by position: only keyword-only parameters get their '
                 "value from the config; put a bare * before it"
             )
-    for parameter in parameters:
+    for parameter in inspect.signature(fn).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             raise ValueError(
                 f"{place} takes **{parameter.name}: name the hyperparameters, after a bare *"
@@ -117,11 +123,27 @@ def _refuse_unbound(
 
 
 def _keyword_parameters(fn: Callable[..., Any], field: str) -> tuple[inspect.Parameter, ...]:
+    fixed = _fixed_keywords(fn)
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError) as error:  # some classes and functions written in C
         raise ValueError(f"{field}: {error}") from error
-    return tuple(p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    return tuple(
+        p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in fixed
+    )
+
+
+def _fixed_keywords(fn: Callable[..., Any]) -> frozenset[str]:
+    """Return what the partials in fn have fixed: their signature offers it like a default."""
+    fixed: set[str] = set()
+    while True:
+        if isinstance(fn, functools.partial):
+            fixed.update(fn.keywords)
+            fn = fn.func
+        elif hasattr(fn, "__wrapped__"):
+            fn = fn.__wrapped__
+        else:
+            return frozenset(fixed)
 
 
 def _import(module_name: str, field: str) -> ModuleType:

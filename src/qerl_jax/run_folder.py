@@ -14,11 +14,13 @@ from typing import TextIO
 
 import jax
 
+from qerl_jax.base_model import model_path
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import diff_configs, dump_config, load_config
 from qerl_jax.metrics import write_atomically
 
 CONFIG = "config.resolved.yaml"
+ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -69,9 +71,34 @@ def _check_contents(config: ExperimentConfig, path: Path, *, resume: bool, overw
             f"run_dir: {_aside(path)} holds the run that an --overwrite which was killed would "
             "have replaced; move it, or repeat --overwrite"
         )
-    origin = config.lora.init_from
-    if overwrite and origin and _realpath(path) in (_realpath(origin), *_realpath(origin).parents):
-        raise ValueError(f"lora.init_from: {origin} lies in the run that --overwrite replaces")
+    for parent in _realpath(path).parents:
+        if not resume and _is_run(parent):
+            raise FileExistsError(f"run_dir: {path} lies in another run, {parent}")
+    if occupied and overwrite:
+        _check_replaceable(config, path)
+
+
+def _check_replaceable(config: ExperimentConfig, path: Path) -> None:
+    """Refuse to replace a run folder that holds what would be missed."""
+    read = {
+        "lora.init_from": config.lora.init_from,
+        "model.path": str(model_path(config.model.path)),  # "tiny" is no folder here
+        "data.train_path": config.data.train_path,
+        "data.eval_path": config.data.eval_path,
+    }
+    for name, value in read.items():
+        if value and _realpath(path) in (_realpath(value), *_realpath(value).parents):
+            raise ValueError(f"{name}: {value} lies in the run that --overwrite replaces")
+    for file in path.rglob(CONFIG):
+        if file.parent != path and _is_run(file.parent):
+            raise FileExistsError(
+                f"run_dir: {path} stays, as another run lies in it, {file.parent}"
+            )
+
+
+def _is_run(path: Path) -> bool:
+    """Tell a run folder from one that holds a copy of a run's config."""
+    return (path / CONFIG).is_file() and (path / ENVIRONMENT).is_file()
 
 
 def _realpath(path: str | Path) -> Path:
@@ -174,7 +201,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _create(config: ExperimentConfig, path: Path) -> None:
-    texts = {CONFIG: dump_config(config), "environment.json": _as_json(environment())}
+    texts = {CONFIG: dump_config(config), ENVIRONMENT: _as_json(environment())}
     path.mkdir(exist_ok=True)
     for name, text in texts.items():
         write_atomically(path / name, text)

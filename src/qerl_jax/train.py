@@ -34,7 +34,7 @@ from qerl_jax.peft import export_adapter
 from qerl_jax.rollout import Rollout
 from qerl_jax.state import init_state
 from qerl_jax.step import train_step
-from qerl_jax.tree import num_bytes, num_elements
+from qerl_jax.tree import fingerprint, num_bytes, num_elements
 
 Say = Callable[[str], None]
 _START = DataState(epoch=0, index=0)
@@ -104,10 +104,13 @@ def _restore(experiment, state, path, manager, say):
             raise ValueError(
                 f"data: the training or held-out prompts are not those that {path} began with"
             )
+        if restored.meta.get("weights") != fingerprint(experiment.params):
+            raise ValueError(f"model.path: the weights are not those that {path} began with")
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
-        keep_steps(path / name, first)
+        # Without a checkpoint nothing vouches for what a first evaluation was made of.
+        keep_steps(path / name, first if restored else -1)
     recorded = len(read_jsonl(path / run_folder.METRICS))
     if recorded != first:
         say(f"warning: {path / run_folder.METRICS} holds {recorded} of the {first} steps so far")
@@ -154,6 +157,7 @@ def _checkpoint_meta(experiment: Experiment, cursor: DataState) -> dict[str, Any
     return {
         "data": asdict(cursor),
         "prompts": _prompts_hash(experiment),
+        "weights": fingerprint(experiment.params),
         "config": dump_config(config),
         "config_hash": config_hash(config),
     }

@@ -307,5 +307,5 @@ def test_an_existing_folder_is_left_alone(tmp_path):
 def test_missing_extra_names_the_command(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert refusal(tmp_path / "t.gguf", tmp_path / "out") == (
-        f"convert: the package {package} is missing; run: pip install 'qerl-jax[gguf]'"
+        f"convert: the package {package} is missing; run: pip install -e '.[gguf]'"
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.contracts import LOSS_DATA
 from qerl_jax.resolve import bind_keywords
 from qerl_jax.rl.aggregation import token_weights
 from qerl_jax.rl.losses import (
@@ -39,7 +40,7 @@ def make_batch(seed: int = 0) -> dict[str, jax.Array]:
 
 
 def token_loss(name, batch, hyper=None):
-    fn = bind_keywords(POLICY_LOSSES[name].token_loss, hyper or HYPER, data=5, field="loss.extra")
+    fn = bind_keywords(POLICY_LOSSES[name].token_loss, hyper or HYPER, data=LOSS_DATA, place="loss")
     return fn(**batch)
 
 

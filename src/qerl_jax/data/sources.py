@@ -145,7 +145,7 @@ def _open_task(name: str, task: Mapping[str, int], *, seed: int, length: int):
     except ImportError as error:
         raise ValueError(
             'data.source: reasoning_gym needs the package "reasoning-gym" '
-            f'(pip install "qerl-jax[gym]"): {first_line(error)}'
+            f"(pip install -e '.[gym]'): {first_line(error)}"
         ) from error
     if name not in DATASETS:
         raise unknown_name("data.name", name, DATASETS)

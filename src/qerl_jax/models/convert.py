@@ -63,7 +63,7 @@ def _require_extra() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"convert: the package {error.name} is missing; run: pip install 'qerl-jax[gguf]'"
+            f"convert: the package {error.name} is missing; run: pip install -e '.[gguf]'"
         ) from error
 
 
