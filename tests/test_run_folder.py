@@ -16,9 +16,9 @@ from qerl_jax.run_folder import (
     check_run,
     check_same,
     environment,
-    locked,
     open_run,
 )
+from qerl_jax.run_lock import locked
 
 
 def config_at(path, **changes):

@@ -1,6 +1,5 @@
 """The folder of a run: what it holds, when it may be created, resumed or replaced."""
 
-import fcntl
 import json
 import os
 import platform
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
 
 import jax
 
@@ -18,6 +16,7 @@ from qerl_jax.base_model import model_path
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import diff_configs, dump_config, load_config
 from qerl_jax.metrics import write_atomically
+from qerl_jax.run_lock import LOCK, lock_file, locked, naming
 
 CONFIG = "config.resolved.yaml"
 ENVIRONMENT = "environment.json"
@@ -26,7 +25,6 @@ SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
-_LOCK = ".lock"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
@@ -44,7 +42,7 @@ def check_run(config: ExperimentConfig, *, resume: bool, overwrite: bool) -> Non
     """
     path = run_path(config)
     _check_writable(path)
-    if _lock_file(path).exists():
+    if lock_file(path).exists():
         with locked(path):
             pass
     _check_contents(config, path, resume=resume, overwrite=overwrite)
@@ -161,17 +159,17 @@ def open_run(
             shutil.rmtree(aside, ignore_errors=True)
         has_step = True
 
-    with _naming(path):
+    with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
         _check_contents(config, path, resume=resume, overwrite=overwrite)
-        with _naming(path):
+        with naming(path):
             was_empty = path.is_dir() and _is_empty(path)
             if not resume and not was_empty and path.exists():
                 _move_aside(path)
         try:
             if not resume:
-                with _naming(path):
+                with naming(path):
                     _create(config, path)
             yield path, prove
         except BaseException:
@@ -180,15 +178,6 @@ def open_run(
                 if aside.exists():
                     aside.rename(path)
             raise
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(f"run_dir: {path} cannot be written ({reason})") from error
 
 
 def _move_aside(path: Path) -> None:
@@ -222,44 +211,8 @@ def _aside(path: Path) -> Path:
     return path.absolute().with_name(f".{path.absolute().name}.replaced")
 
 
-def _lock_file(path: Path) -> Path:
-    # Beside the folder, which may be renamed; inside of a mount point of somebody else's folder.
-    beside = path.absolute().with_name(f".{path.absolute().name}.lock")
-    return path / _LOCK if path.is_dir() and not os.access(beside.parent, os.W_OK) else beside
-
-
 def _is_empty(path: Path) -> bool:
-    return all(child.name == _LOCK for child in path.iterdir())
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the run folder for this process; the lock goes with it, however it ends.
-
-    Raises ValueError when another process holds it.
-    """
-    while True:
-        with _naming(path):
-            file = _lock_file(path).open("a")
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"run_dir: {path} is in use by another process") from None
-            if not _is_at(file, _lock_file(path)):
-                continue  # its holder has just removed it
-            try:
-                yield
-            finally:
-                _lock_file(path).unlink(missing_ok=True)
-            return
-
-
-def _is_at(file: TextIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return all(child.name == LOCK for child in path.iterdir())
 
 
 def _as_json(value: dict[str, str]) -> str:
