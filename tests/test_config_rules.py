@@ -235,6 +235,10 @@ NOTED = [
         {**QUIET, "data": {"source": "jsonl", "train_path": "a", "eval_path": "a"}},
         "data.eval_path: is data.train_path",
     ),
+    (
+        {**QUIET, "data": {"source": "jsonl", "train_path": "a", "eval_path": "./a"}},
+        "data.eval_path: is data.train_path",
+    ),
 ]
 
 

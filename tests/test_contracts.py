@@ -186,6 +186,10 @@ def test_our_own_keep_them():
             'loss.advantage: odd:late takes "alpha" by position',
         ),
         (
+            ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, eps: 1}"],
+            'loss.extra: "eps" of an advantage is set by loss.advantage_eps',
+        ),
+        (
             ["--loss.advantage=odd:scaled", "--loss.extra={scale: 2, beta: 1}"],
             'loss.extra: "beta" has a field of its own',
         ),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from qerl_jax.base_model import load_weights, model_path, open_model
-from qerl_jax.inference import GENERATE_ROWS, check_output, generate, score
+from qerl_jax.inference import GENERATE_ROWS, generate, score
 from qerl_jax.lora import Trainable
+from qerl_jax.output import check_output
 from qerl_jax.peft import export_adapter
 from qerl_jax.testing import tiny_adapter
 
@@ -191,6 +192,24 @@ def test_the_output_must_not_replace_the_input(tmp_path):
     with pytest.raises(ValueError, match=r"^--out: .*link is the file that --in reads$"):
         check_output(str(tmp_path / "link"), sources={"--in": str(tmp_path / "in.jsonl")})
     check_output("/dev/null", sources={"--in": "-", "data.eval_path": None})
+
+
+def test_the_output_must_not_replace_what_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("run/adapter/a", "run/config.resolved.yaml", "run/environment.json", "data"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "mine.jsonl").write_text("")
+    for target, source, message in (
+        ("data", "~/data", "is the file that x reads"),
+        ("run/adapter/a", "~/run/adapter", "lies in the folder that x reads"),
+        ("run/adapter/a", None, f"belongs to the run {tmp_path}/run"),
+        ("run/metrics.jsonl", "-", f"belongs to the run {tmp_path}/run"),
+    ):
+        with pytest.raises(ValueError, match=rf"^--out: .*{target} {message}$"):
+            check_output(str(tmp_path / target), sources={"x": source})
+    check_output(str(tmp_path / "run" / "mine.jsonl"), sources={})
 
 
 BAD_ROWS = {

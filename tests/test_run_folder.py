@@ -223,6 +223,25 @@ def test_two_killed_replacements_do_not_cost_the_run(run):
     assert contents(run) == before and not aside.exists()
 
 
+def test_what_no_run_wrote_outlives_a_replacement(run):
+    """Notes, a loss, a config of the user's own may lie in the folder of a run."""
+    (run / "notes").mkdir()
+    (run / "notes" / "one.md").write_text("mine")
+    (run / "my_losses.py").write_text("mine")
+    (run / ".metrics.jsonl.x1").write_text("left by a write that was cut off")
+    before = contents(run)
+    with pytest.raises(RuntimeError), open_run(config_at(run, seed=8), overwrite=True):
+        raise RuntimeError
+    assert contents(run) == before
+    with open_run(config_at(run, seed=8), overwrite=True) as (_, proved):
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+        proved()
+    assert {str(p) for p in contents(run)} == {
+        *(CONFIG, "environment.json", "metrics.jsonl", "my_losses.py", "notes/one.md")
+    }
+    assert not (run.parent / ".run.replaced").exists() and load_config(run / CONFIG).seed == 8
+
+
 def test_what_a_killed_replacement_left_aside_is_not_forgotten(run):
     before, aside = contents(run), run.parent / ".run.replaced"
     create_run(config_at(run, seed=8), overwrite=True)

@@ -1,5 +1,6 @@
 """What ends a run before its time: signals, numbers that are not finite, rewards that fail."""
 
+import json
 import os
 import shutil
 import signal
@@ -118,16 +119,26 @@ def test_a_run_does_not_go_on_with_other_prompts(tiny_home, tmp_path):
     assert run_training(config, resume=True, stop_after=1, say=lambda line: None).step == 2
 
 
-def test_a_run_does_not_go_on_with_other_weights(tiny_home, tmp_path):
+def negate_down_proj(model):
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    save_file({**tensors, name: -tensors[name]}, model / "model.safetensors")
+
+
+def change_rope(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 100.0}))
+
+
+@pytest.mark.parametrize("change", [negate_down_proj, change_rope])
+def test_a_run_does_not_go_on_with_another_model(tiny_home, tmp_path, change):
     model = tmp_path / "model"
     shutil.copytree(model_path("tiny"), model)
     flags = [f"--model.path={model}", f"--run_dir={tmp_path}/run"]
     config = load_config(tiny_home / "config.yaml", flags)
     run_training(config, stop_after=1, say=lambda line: None)
-    tensors = load_file(model / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("down_proj.weight"))
-    save_file({**tensors, name: -tensors[name]}, model / "model.safetensors")
-    with pytest.raises(ValueError, match=r"^model.path: the weights are not those that .*run"):
+    change(model)
+    with pytest.raises(ValueError, match=r"^model.path: the model is not the one that .*run"):
         run_training(config, resume=True, say=lambda line: None)
 
 

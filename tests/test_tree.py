@@ -87,6 +87,15 @@ def test_sizes_of_real_and_abstract_trees_agree(params):
     assert tree.num_bytes({}) == 0
 
 
+@pytest.mark.parametrize("shape", [(24, 896), (28, 1536), (16,), (1, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+def test_a_fingerprint_sees_changes_of_all_values_alike(shape, dtype):
+    """A plain sum of bits would lose them: what they add is a multiple of 2^32."""
+    values = jnp.full(shape, 1.5, jnp.float32)
+    changed = [values, -values, 2 * values, 4 * values, 16 * values, 0 * values, values - 0.5]
+    assert len({tree.fingerprint({"x": x.astype(dtype)}) for x in changed}) == len(changed)
+
+
 def test_a_fingerprint_is_of_every_name_shape_and_bit():
     values = {"a": jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4), "b": jnp.ones(5, jnp.float32)}
     first = tree.fingerprint(values)

@@ -9,17 +9,18 @@ from pathlib import Path
 import jax
 
 from qerl_jax import checkpoint, run_folder
-from qerl_jax.base_model import load_weights, open_model
+from qerl_jax.base_model import load_weights, model_path, open_model
 from qerl_jax.config import ExperimentConfig
 from qerl_jax.config_io import load_config
 from qerl_jax.config_warnings import config_warnings
 from qerl_jax.experiment import build_experiment, open_experiment_model
 from qerl_jax.held_out import describe_report, report_record, run_evaluation
-from qerl_jax.inference import check_output, generate, score
+from qerl_jax.inference import generate, score
 from qerl_jax.metrics import write_lines
 from qerl_jax.models import abstract_params
 from qerl_jax.models.convert import convert_gguf
 from qerl_jax.models.hf import read_config, save_nvfp4
+from qerl_jax.output import check_output
 from qerl_jax.parts import build_optimizer
 from qerl_jax.peft import export_adapter as write_adapter
 from qerl_jax.peft import import_adapter
@@ -87,9 +88,14 @@ def evaluate(
     `config_file`: where the config was read from; `out` must not replace it.
     """
     if out is not None:
-        train_path, eval_path = config.data.train_path, config.data.eval_path
-        files = {"data.train_path": train_path, "data.eval_path": eval_path, "eval": config_file}
-        check_output(out, sources=files)
+        sources = {
+            "eval": config_file,
+            "data.train_path": config.data.train_path,
+            "data.eval_path": config.data.eval_path,
+            "model.path": str(model_path(config.model.path)),
+            "--adapter": adapter,
+        }
+        check_output(out, sources=sources)
     trainable = None
     if adapter is not None:  # before the weights are read
         folder = open_model(

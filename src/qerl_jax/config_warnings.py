@@ -1,6 +1,7 @@
 """Settings that are allowed and may surprise."""
 
 import math
+import os
 
 from qerl_jax.aqn import AQN_SCHEDULES
 from qerl_jax.config import AqnConfig, ExperimentConfig
@@ -48,7 +49,7 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
             "reward.functions, gives exactly 1; name another reward here if that is not meant",
         ),
         (
-            data.source == "jsonl" and data.train_path == data.eval_path,
+            data.source == "jsonl" and _same_file(data.train_path, data.eval_path),
             "data.eval_path: is data.train_path, so no problem is held out",
         ),
         (
@@ -57,6 +58,14 @@ def config_warnings(config: ExperimentConfig) -> tuple[str, ...]:
         ),
     )
     return tuple(text for holds, text in notes if holds)
+
+
+def _same_file(first: str | None, second: str | None) -> bool:
+    return first == second or ((first and second) and _whole(first) == _whole(second))
+
+
+def _whole(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def _is_silent(aqn: AqnConfig, total_steps: int) -> bool:

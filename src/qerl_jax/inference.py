@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +14,10 @@ from jaxtyping import Array
 from qerl_jax.base_model import ModelFolder, check_ids, load_weights, open_model
 from qerl_jax.data import Example, Prompt, build_prompt, decode_completion, left_pad
 from qerl_jax.lora import LoraAdapter, Trainable, overlay_norms
-from qerl_jax.metrics import is_stream, read_rows, write_lines
+from qerl_jax.metrics import read_rows, write_lines
 from qerl_jax.models import abstract_params
 from qerl_jax.models.score import score_tokens
+from qerl_jax.output import check_output
 from qerl_jax.peft import import_adapter
 from qerl_jax.protocols import Params
 from qerl_jax.sampling import SamplingConfig
@@ -53,27 +52,6 @@ def _load(folder: ModelFolder, adapter: str | None, *, quantize: bool) -> Loaded
     return LoadedModel(folder, params, trainable)
 
 
-def check_output(target: str, *, sources: Mapping[str, str | None]) -> None:
-    """Refuse a file that could not be written, before any work is done for it.
-
-    `sources` are the files that are read, by what names them; none must be replaced.
-    Raises ValueError.
-    """
-    if Path(target).is_dir():
-        raise ValueError(f"--out: {target} is a folder")
-    if target == "-" or is_stream(target):
-        return
-    parent = Path(os.path.realpath(target)).parent
-    for name, source in sources.items():
-        if source and os.path.exists(target) and os.path.exists(source):
-            if os.path.samefile(source, target):
-                raise ValueError(f"--out: {target} is the file that {name} reads")
-    if not parent.is_dir():
-        raise ValueError(f"--out: {target} cannot be written, as {parent} is no folder")
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"--out: {target} cannot be written, as {parent} is read-only")
-
-
 def score(
     *,
     model: str,
@@ -89,7 +67,7 @@ def score(
 
     Raises ValueError naming the line at fault; nothing is written then.
     """
-    check_output(output, sources={"--in": input})
+    check_output(output, sources={"--in": input, "--model": model, "--adapter": adapter})
     rows = list(read_rows(input))
     if not rows:
         raise ValueError(f"{'standard input' if input == '-' else input}: holds no rows")

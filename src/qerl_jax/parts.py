@@ -140,6 +140,8 @@ def _policy_loss(
     if loss.beta != 0 and "beta" not in names:
         raise ValueError(f"loss.beta: {loss.beta} is set, but loss.name {loss.name} takes no beta")
     for name in loss.extra:
+        if name == "eps" and name not in names:
+            raise ValueError('loss.extra: "eps" of an advantage is set by loss.advantage_eps')
         if name not in names | for_advantage:
             raise ValueError(
                 f'loss.extra: "{name}" is a keyword-only parameter of neither {loss.name} nor '

@@ -1,5 +1,6 @@
 """The folder of a run: what it holds, when it may be created, resumed or replaced."""
 
+import contextlib
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ SAMPLES = "samples.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
+_OWN = (CONFIG, ENVIRONMENT, METRICS, SAMPLES, EVALUATIONS, CHECKPOINTS, ADAPTER, LOCK)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
@@ -70,7 +72,7 @@ def _check_contents(config: ExperimentConfig, path: Path, *, resume: bool, overw
             "have replaced; move it, or repeat --overwrite"
         )
     for parent in _realpath(path).parents:
-        if not resume and _is_run(parent):
+        if not resume and is_run(parent):
             raise FileExistsError(f"run_dir: {path} lies in another run, {parent}")
     if occupied and overwrite:
         _check_replaceable(config, path)
@@ -88,13 +90,13 @@ def _check_replaceable(config: ExperimentConfig, path: Path) -> None:
         if value and _realpath(path) in (_realpath(value), *_realpath(value).parents):
             raise ValueError(f"{name}: {value} lies in the run that --overwrite replaces")
     for file in path.rglob(CONFIG):
-        if file.parent != path and _is_run(file.parent):
+        if file.parent != path and is_run(file.parent):
             raise FileExistsError(
                 f"run_dir: {path} stays, as another run lies in it, {file.parent}"
             )
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     """Tell a run folder from one that holds a copy of a run's config."""
     return (path / CONFIG).is_file() and (path / ENVIRONMENT).is_file()
 
@@ -155,8 +157,8 @@ def open_run(
 
     def prove() -> None:
         nonlocal has_step
-        if not has_step:
-            shutil.rmtree(aside, ignore_errors=True)
+        if not has_step and aside.exists():
+            _discard(aside, to=path)
         has_step = True
 
     with naming(path):
@@ -174,7 +176,7 @@ def open_run(
             yield path, prove
         except BaseException:
             if not (resume or has_step):
-                _remove(path, keep_folder=was_empty)
+                _empty(path, keep_folder=was_empty)
                 if aside.exists():
                     aside.rename(path)
             raise
@@ -183,26 +185,48 @@ def open_run(
 def _move_aside(path: Path) -> None:
     if _aside(path).exists() and not (path / METRICS).exists():
         # An --overwrite was killed before its first step: the run to keep lies aside already.
-        shutil.rmtree(path)
+        _discard(path, to=_aside(path))
     else:
-        shutil.rmtree(_aside(path), ignore_errors=True)
+        if _aside(path).exists():
+            _discard(_aside(path), to=path)
         path.rename(_aside(path))
 
 
+def _discard(folder: Path, *, to: Path) -> None:
+    """Remove what a run wrote; whatever else lies in its folder is moved, or stays where it is."""
+    for child in folder.iterdir():
+        if is_own(child.name):
+            _remove(child)
+        elif not os.path.lexists(to / child.name):
+            child.rename(to / child.name)
+    with contextlib.suppress(OSError):  # what could not be moved
+        folder.rmdir()
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a run writes files of this name into its folder, temporary ones included."""
+    return name in _OWN or name.startswith(tuple(f".{own}." for own in _OWN))
+
+
 def _create(config: ExperimentConfig, path: Path) -> None:
-    texts = {CONFIG: dump_config(config), ENVIRONMENT: _as_json(environment())}
+    versions = json.dumps(environment(), indent=2) + "\n"
+    texts = {CONFIG: dump_config(config), ENVIRONMENT: versions}
     path.mkdir(exist_ok=True)
     for name, text in texts.items():
         write_atomically(path / name, text)
 
 
-def _remove(path: Path, *, keep_folder: bool) -> None:
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _empty(path: Path, *, keep_folder: bool) -> None:
     """Remove what a run has written: all that there is, as its folder was new or empty."""
     for child in path.iterdir() if path.is_dir() else ():
-        if child.is_dir():
-            shutil.rmtree(child, ignore_errors=True)
-        else:
-            child.unlink(missing_ok=True)
+        _remove(child)
     if path.is_dir() and not keep_folder:
         path.rmdir()
 
@@ -213,10 +237,6 @@ def _aside(path: Path) -> Path:
 
 def _is_empty(path: Path) -> bool:
     return all(child.name == LOCK for child in path.iterdir())
-
-
-def _as_json(value: dict[str, str]) -> str:
-    return json.dumps(value, indent=2) + "\n"
 
 
 def environment() -> dict[str, str]:

@@ -104,8 +104,8 @@ def _restore(experiment, state, path, manager, say):
             raise ValueError(
                 f"data: the training or held-out prompts are not those that {path} began with"
             )
-        if restored.meta.get("weights") != fingerprint(experiment.params):
-            raise ValueError(f"model.path: the weights are not those that {path} began with")
+        if restored.meta.get("model") != _model_hash(experiment):
+            raise ValueError(f"model.path: the model is not the one that {path} began with")
         state, cursor = restored.state, DataState(**restored.meta["data"])
     first = int(state.step)
     for name in (run_folder.METRICS, run_folder.SAMPLES, run_folder.EVALUATIONS):
@@ -152,12 +152,19 @@ def _prompts_hash(experiment: Experiment) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
+def _model_hash(experiment: Experiment) -> str:
+    """Name the frozen weights, how the model computes with them, and the tokens that end a text."""
+    model = experiment.model
+    parts = (fingerprint(experiment.params), model.config, model.end_ids, model.pad_id)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def _checkpoint_meta(experiment: Experiment, cursor: DataState) -> dict[str, Any]:
     config = experiment.config
     return {
         "data": asdict(cursor),
         "prompts": _prompts_hash(experiment),
-        "weights": fingerprint(experiment.params),
+        "model": _model_hash(experiment),
         "config": dump_config(config),
         "config_hash": config_hash(config),
     }

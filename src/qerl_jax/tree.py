@@ -66,26 +66,31 @@ def num_bytes(tree: Any) -> int:
 def fingerprint(tree: Any) -> str:
     """Name the arrays of a tree by a hash of their names, shapes and bits, the same on any device.
 
-    Of the bits, it hashes sums with weights that differ from place to place: it is to notice
+    Of the bits, it hashes a sum of 32-bit hashes of each number and its place: it is to notice
     other weights, not to withstand one who wants it not to.
     """
     parts = [
-        f"{name} {array.dtype} {list(array.shape)} {int(_weighted_sum(array))}"
+        f"{name} {array.dtype} {list(array.shape)} {int(_sum_of_hashes(array))}"
         for name, array in flatten_arrays(tree).items()
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @jax.jit
-def _weighted_sum(array: Array) -> UInt32[Array, ""]:
+def _sum_of_hashes(array: Array) -> UInt32[Array, ""]:
     unsigned = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    weight = jnp.ones_like(bits)
-    for axis in range(bits.ndim):
-        weight = jnp.uint32(2654435761) * weight + 2 * jax.lax.broadcasted_iota(
-            jnp.uint32, bits.shape, axis
-        )
-    return jnp.sum(bits * weight, dtype=jnp.uint32)
+    hashed = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    for axis in range(array.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+        hashed = _mix(hashed ^ (place * jnp.uint32(0x9E3779B9)))
+    return jnp.sum(_mix(hashed), dtype=jnp.uint32)
+
+
+def _mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Let every bit change every other; the last step of MurmurHash3, a bijection."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _some(names: Sequence[str], *, limit: int = 5) -> str:
