@@ -26,7 +26,7 @@ _TRAIN = (
     argument("--dry-run", action="store_true", help="build and check everything, train nothing"),
     argument("--resume", action="store_true", help="go on from the last checkpoint of the run"),
     argument(
-        "--overwrite", action="store_true", help="replace the run in its folder, if there is one"
+        "--overwrite", action="store_true", help="replace the run in the folder, if any"
     ),
     argument(
         "--stop-after",
