@@ -25,9 +25,7 @@ _TRAIN = (
     argument("--print-config", action="store_true", help="print the whole config and stop"),
     argument("--dry-run", action="store_true", help="build and check everything, train nothing"),
     argument("--resume", action="store_true", help="go on from the last checkpoint of the run"),
-    argument(
-        "--overwrite", action="store_true", help="replace the run in the folder, if any"
-    ),
+    argument("--overwrite", action="store_true", help="replace the run in the folder, if any"),
     argument(
         "--stop-after",
         metavar="N",
