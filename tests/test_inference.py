@@ -206,6 +206,7 @@ def test_the_output_must_not_replace_what_is_needed(tmp_path, monkeypatch):
         ("run/adapter/a", "~/run/adapter", "lies in the folder that x reads"),
         ("run/adapter/a", None, f"belongs to the run {tmp_path}/run"),
         ("run/metrics.jsonl", "-", f"belongs to the run {tmp_path}/run"),
+        ("run/samples.jsonl", None, f"belongs to the run {tmp_path}/run"),  # not there yet
     ):
         with pytest.raises(ValueError, match=rf"^--out: .*{target} {message}$"):
             check_output(str(tmp_path / target), sources={"x": source})

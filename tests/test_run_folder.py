@@ -1,5 +1,6 @@
 """The run folder: when it may be made, resumed or replaced, and that a refusal leaves it alone."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -240,6 +241,40 @@ def test_what_no_run_wrote_outlives_a_replacement(run):
         *(CONFIG, "environment.json", "metrics.jsonl", "my_losses.py", "notes/one.md")
     }
     assert not (run.parent / ".run.replaced").exists() and load_config(run / CONFIG).seed == 8
+
+
+def test_what_came_into_a_new_folder_outlives_its_failure(tmp_path):
+    path = tmp_path / "run"
+    with pytest.raises(RuntimeError), open_run(config_at(path)):
+        (path / "notes.md").write_text("mine")
+        raise RuntimeError
+    assert {str(p) for p in contents(path)} == {"notes.md"}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["replaced", "put back"])
+def test_files_of_one_name_in_the_old_and_the_new_folder(run, fails):
+    (run / "notes.md").write_text("old")
+    with contextlib.suppress(RuntimeError), open_run(config_at(run), overwrite=True) as (_, proved):
+        (run / "notes.md").write_text("new")
+        if fails:
+            raise RuntimeError
+        proved()
+    found = {name: (run / name).read_text() for name in ("notes.md", "notes.md.1")}
+    first, second = ("old", "new") if fails else ("new", "old")
+    assert found == {"notes.md": first, "notes.md.1": second}
+    assert [p.name for p in run.parent.iterdir()] == ["run"]
+    create_run(config_at(run), overwrite=True)
+
+
+def test_a_folder_whose_first_file_was_cut_off_is_empty(run):
+    aside = run.parent / ".run.replaced"
+    before = contents(run)
+    run.rename(aside)
+    run.mkdir()
+    (run / ".config.resolved.yaml.x1").write_text("seed")
+    with pytest.raises(RuntimeError), open_run(config_at(run), overwrite=True):
+        raise RuntimeError
+    assert contents(run) == before and not aside.exists()
 
 
 def test_what_a_killed_replacement_left_aside_is_not_forgotten(run):

@@ -18,16 +18,20 @@ def check_output(target: str, *, sources: Mapping[str, str | None]) -> None:
         raise ValueError(f"--out: {target} is a folder")
     if target == "-" or is_stream(target):
         return
-    parent = Path(os.path.realpath(target)).parent
-    if os.path.exists(target):
-        _check_replaceable(target, sources)
+    path = Path(os.path.realpath(target))
+    parent = path.parent
+    if path.exists():
+        _check_not_read(target, sources)
+    for folder, child in zip(path.parents, (path, *path.parents), strict=False):
+        if is_run(folder) and is_own(child.name):
+            raise ValueError(f"--out: {target} belongs to the run {folder}")
     if not parent.is_dir():
         raise ValueError(f"--out: {target} cannot be written, as {parent} is no folder")
     if not os.access(parent, os.W_OK):
         raise ValueError(f"--out: {target} cannot be written, as {parent} is read-only")
 
 
-def _check_replaceable(target: str, sources: Mapping[str, str | None]) -> None:
+def _check_not_read(target: str, sources: Mapping[str, str | None]) -> None:
     path = Path(os.path.realpath(target))
     for name, source in sources.items():
         source = Path(os.path.expanduser(source)) if source else None
@@ -35,6 +39,3 @@ def _check_replaceable(target: str, sources: Mapping[str, str | None]) -> None:
             raise ValueError(f"--out: {target} is the file that {name} reads")
         if source and source.is_dir() and source.resolve() in path.parents:
             raise ValueError(f"--out: {target} lies in the folder that {name} reads")
-    for parent, child in zip(path.parents, (path, *path.parents), strict=False):
-        if is_run(parent) and is_own(child.name):
-            raise ValueError(f"--out: {target} belongs to the run {parent}")

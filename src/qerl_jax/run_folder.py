@@ -1,6 +1,6 @@
 """The folder of a run: what it holds, when it may be created, resumed or replaced."""
 
-import contextlib
+import itertools
 import json
 import os
 import platform
@@ -176,8 +176,10 @@ def open_run(
             yield path, prove
         except BaseException:
             if not (resume or has_step):
-                _empty(path, keep_folder=was_empty)
+                _withdraw(path, keep_folder=was_empty)
                 if aside.exists():
+                    if path.exists():  # and holds what is not the run's
+                        _discard(path, to=aside)
                     aside.rename(path)
             raise
 
@@ -193,14 +195,17 @@ def _move_aside(path: Path) -> None:
 
 
 def _discard(folder: Path, *, to: Path) -> None:
-    """Remove what a run wrote; whatever else lies in its folder is moved, or stays where it is."""
+    """Remove what a run wrote, and the folder; whatever else lies in it is moved.
+
+    Where its name is taken there, it gets ".1", ".2" and so on behind it.
+    """
     for child in folder.iterdir():
         if is_own(child.name):
             _remove(child)
-        elif not os.path.lexists(to / child.name):
-            child.rename(to / child.name)
-    with contextlib.suppress(OSError):  # what could not be moved
-        folder.rmdir()
+        else:
+            names = (f"{child.name}.{i}" if i else child.name for i in itertools.count())
+            child.rename(to / next(name for name in names if not os.path.lexists(to / name)))
+    folder.rmdir()
 
 
 def is_own(name: str) -> bool:
@@ -223,11 +228,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _empty(path: Path, *, keep_folder: bool) -> None:
-    """Remove what a run has written: all that there is, as its folder was new or empty."""
+def _withdraw(path: Path, *, keep_folder: bool) -> None:
+    """Remove what a run has written, and the folder if nothing else came into it."""
     for child in path.iterdir() if path.is_dir() else ():
-        _remove(child)
-    if path.is_dir() and not keep_folder:
+        if is_own(child.name):
+            _remove(child)
+    if path.is_dir() and not keep_folder and not any(path.iterdir()):
         path.rmdir()
 
 
@@ -236,7 +242,8 @@ def _aside(path: Path) -> Path:
 
 
 def _is_empty(path: Path) -> bool:
-    return all(child.name == LOCK for child in path.iterdir())
+    # The first file may have been cut off under its temporary name.
+    return all(child.name.startswith(".") and is_own(child.name) for child in path.iterdir())
 
 
 def environment() -> dict[str, str]:
